@@ -30,6 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -187,8 +188,9 @@ def drawing(features: int) -> tuple[Callable[[], float], Callable[[], float]]:
                 trainer.step(*fetched)
                 taken.append(time.perf_counter() - begun)
                 if epoch == 0:
-                    seen.setdefault("draws", trainer.draws)
-                    trainer.draws = seen["draws"] if keyed else type(trainer.draws)()
+                    seen.setdefault("draws", trainer.training.setup.draws)
+                    draws = seen["draws"] if keyed else type(seen["draws"])()
+                    trainer.training.setup = replace(trainer.training.setup, draws=draws)
         return 1e3 * statistics.median(taken[1:])
 
     seen: dict[str, Any] = {}

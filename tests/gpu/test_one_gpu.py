@@ -254,7 +254,7 @@ def beside(world: World, job: pg.Job, chosen: str) -> tuple[list[float], list[in
         for epoch in range(job.epochs):
             for each in trainer.batches(job.train, job.batch, epoch):
                 losses.append(trainer.step(*separate_target(each)).loss)
-        return losses, list(trainer.division.shares)
+        return losses, list(trainer.training.state.division.shares)
     finally:
         trainer.close()
 
@@ -298,8 +298,8 @@ def settled(world: World, job: pg.Job) -> list[float]:
         batches = trainer.batches(job.train, job.batch, 0)
         for _ in range(4):
             trainer.step(*separate_target(next(batches)))
-        assert trainer.exchange is not None
-        trainer.exchange.adopt_effective_weights()
+        assert trainer.training.setup.exchange is not None
+        trainer.training.setup.exchange.adopt_effective_weights()
         for parameter, state in trainer.optimizer.state.items():
             assert {each.device for each in state.values()} == {parameter.device}
         means = [float(state["exp_avg"].abs().sum()) for state in trainer.optimizer.state.values()]

@@ -70,7 +70,7 @@ LOOP = """
         if trainer.world.rank == rank:
             dies_after(1, death[3])             # it had fewer calls to make
     with open(f"{out}.{trainer.world.rank}", "w") as file:
-        hosts = trainer.shared_hosts
+        hosts = trainer.training.shared_hosts
         json.dump({"losses": losses, "firsts": hosts and hosts.first_ranks}, file)
 """
 

@@ -26,7 +26,7 @@ from paragrad.engine import exchange as exchanges
 from paragrad.jobs import loss
 from paragrad.parallel.data import shared_memory
 from paragrad.strategies.strategy import PER_ELEMENT
-from paragrad.trainer import batch, trainer
+from paragrad.trainer import batch, trainer, training
 from paragrad.trainer.first_step import inspect_model, reference_step
 from paragrad.trainer.first_step import step_check as first_step
 
@@ -99,9 +99,9 @@ def mean_of_means(net: Net) -> None:
 
 
 def mask_by_rank(net: Net) -> None:
-    original = trainer.key_draws
+    original = training.key_draws
     mock.patch.object(
-        trainer,
+        training,
         "key_draws",
         lambda draws, seed, *more, **others: original(draws, seed + 1 + rank(), *more, **others),
     ).start()

@@ -308,10 +308,13 @@ def test_changed_running_statistics_are_named() -> None:
     """
     found = job("frozen", Frozen, VECTORS)
     trainer = Trainer.build_for_job(World(), found, pg.strategy("serial"))
-    assert not trainer.batch_norm.has_computed
+    assert not trainer.training.batch_norm.has_computed
     trainer.step(*next(trainer.batches(found.train, 12, 0)))
-    assert trainer.batch_norm.has_computed
-    assert trainer.batch_norm.normalized_buffers == {"rest.1.running_mean", "rest.1.running_var"}
+    assert trainer.training.batch_norm.has_computed
+    assert trainer.training.batch_norm.normalized_buffers == {
+        "rest.1.running_mean",
+        "rest.1.running_var",
+    }
 
 
 def test_batch_norm_functions_are_restored() -> None:

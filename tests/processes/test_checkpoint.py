@@ -115,7 +115,7 @@ def steps_from(
     trainer = Trainer.build_for_job(world, job, chosen)
     try:
         if saved is not None:
-            trainer_snapshot.restore_snapshot(trainer, saved)
+            trainer_snapshot.restore_snapshot(trainer.training, saved)
         order = job.make_order(len(job.train))
         places = [
             (step // order.steps, list(order.list_batches())[step % order.steps])
@@ -783,7 +783,7 @@ def test_steps_of_more_than_eight_digits(tmp_path: Path) -> None:
     """
     trainer = Trainer.build_for_job(World(), JOBS["mlp"], Serial(threads=1))
     for step in (99_999_999, 100_000_000, 100_000_001):
-        trainer.steps = step
+        trainer.training.state.move_to(step)
         trainer.save(tmp_path, {})
     trainer.close()
     assert find_newest_checkpoint(tmp_path).step == 100_000_001

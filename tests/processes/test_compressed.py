@@ -406,7 +406,7 @@ def test_cycled_momentum_is_taken_over_in_every_step(pool: Launcher) -> None:
 
 
 def _momenta(trainer: Trainer) -> tuple[float, float, bool]:
-    momentum = trainer.exchange.momentum  # type: ignore[union-attr]
+    momentum = trainer.training.setup.exchange.momentum  # type: ignore[union-attr]
     kept = any(each.get("momentum_buffer") is not None for each in trainer.optimizer.state.values())
     return trainer.optimizer.param_groups[0]["momentum"], momentum.get_momentum(LARGE)[0], kept
 
@@ -443,8 +443,8 @@ class Tied(nn.Module):
 
 def by_serial_name(trainer: Trainer) -> State:
     return {
-        trainer.layout.specs[name].name: each.detach().clone()
-        for name, each in trainer.parameters.items()
+        trainer.training.setup.layout.specs[name].name: each.detach().clone()
+        for name, each in trainer.training.setup.parameters.items()
     }
 
 
@@ -516,8 +516,10 @@ def squares(output: Tensor, target: Tensor) -> Tensor:
 
 # ---- what travels --------------------
 def sent_by(trainer: Trainer) -> dict[str, int]:
-    assert trainer.exchange is not None
-    return {kind: each["bytes"] for kind, each in trainer.exchange.sent_bytes.items()}
+    assert trainer.training.setup.exchange is not None
+    return {
+        kind: each["bytes"] for kind, each in trainer.training.setup.exchange.sent_bytes.items()
+    }
 
 
 def test_bytes_sent_are_the_formula(pool: Launcher) -> None:

@@ -31,9 +31,10 @@ from equality import (
 from equality import job as make_job
 from torch import Tensor, nn
 
-from paragrad.datasets.loading import call_model, convert_batch, separate_target
+from paragrad.datasets.loading import convert_batch, separate_target
 from paragrad.errors import RankFailed
 from paragrad.jobs.job import CPU, Job
+from paragrad.jobs.loss import call_model
 from paragrad.launch import Launcher
 from paragrad.parallel.data.reproducible_sum import reproducible_all_reduce
 from paragrad.report.certificate import Difference
@@ -48,7 +49,7 @@ from paragrad.schedules.tree import Tree
 from paragrad.strategies.registry import strategy
 from paragrad.strategies.serial import Serial
 from paragrad.strategies.strategy import Strategy
-from paragrad.trainer.first_step.setup import dismiss_run_servers, run_parameter_server
+from paragrad.trainer.server_rank import dismiss_run_servers, run_parameter_server
 from paragrad.trainer.settings import Settings
 from paragrad.trainer.trainer import Trainer
 
@@ -144,7 +145,7 @@ def one_step(
     trainer = Trainer.build_for_job(world, job, chosen, reverse=reverse)
     try:
         if trainer.is_server:
-            run_parameter_server(trainer)
+            run_parameter_server(trainer.training)
             return {}
         trainer.step(*separate_target(next(trainer.batches(job.train, job.batch, epoch=0))))
         gradients = {f"gradient of {name}": value for name, value in trainer.gradients().items()}
@@ -152,7 +153,7 @@ def one_step(
             name: None if value is None else value.clone()
             for name, value in {**gradients, **trainer.state()}.items()
         }
-        dismiss_run_servers(trainer)
+        dismiss_run_servers(trainer.training)
         return found
     finally:
         trainer.close()

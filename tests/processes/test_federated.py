@@ -215,13 +215,13 @@ def listening(
     heard: list[tuple[str, int]] = []
 
     class Heard(RoundTraining):
-        def train_epoch(self, epoch: int, start: int) -> bool:
+        def train_segment(self, segment: int) -> bool:
             with listened():
-                return super().train_epoch(epoch, start)
+                return super().train_segment(segment)
 
-        def end_epoch(self, epoch: int, start_time: float) -> bool:
+        def end_segment(self, segment: int, start_time: float) -> bool:
             with listened():
-                return super().end_epoch(epoch, start_time)
+                return super().end_segment(segment, start_time)
 
     @contextlib.contextmanager
     def listened() -> Iterator[None]:

@@ -287,17 +287,19 @@ def test_sample_mixing_is_not_reported_without_a_split() -> None:
     """place(2) gives the whole batch to every part."""
 
     def cause(strategy: str) -> str:
-        trainer: Any = SimpleNamespace(
-            strategy=resolved(strategy),
-            division=resolved(strategy).division,
-            parameters={},
-            exchange_options=SimpleNamespace(inject_fault=None),
-            layout=SimpleNamespace(is_partitioned=strategy != "data(2)"),
+        training: Any = SimpleNamespace(
+            setup=SimpleNamespace(
+                strategy=resolved(strategy),
+                parameters={},
+                layout=SimpleNamespace(is_partitioned=strategy != "data(2)"),
+            ),
+            state=SimpleNamespace(division=resolved(strategy).division),
+            options=SimpleNamespace(exchange_options=SimpleNamespace(inject_fault=None)),
             module=SimpleNamespace(has_traced_divisor=True, is_linear=True),
             draws=SimpleNamespace(calls=[]),
         )
         return diagnose_step(
-            trainer, [Mismatch("gradient", 0, step_result.Gap(1.0, "weight", 2.0), 0.0)]
+            training, [Mismatch("gradient", 0, step_result.Gap(1.0, "weight", 2.0), 0.0)]
         )
 
     assert "mixes samples" in cause("data(2)")

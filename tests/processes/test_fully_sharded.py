@@ -74,9 +74,9 @@ def at_rest(world: World, chosen: Strategy) -> tuple[int, dict[str, Any]]:
         for _ in range(2):
             trainer.step(*separate_target(next(batches)))
         batches.close()  # type: ignore[attr-defined]
-        trainer.feed.loaded_batch = None
-        assert trainer.exchange is not None
-        return alive() - before, trainer.exchange.sent_bytes
+        trainer.training.feed.repeat_batch(None, None)
+        assert trainer.training.setup.exchange is not None
+        return alive() - before, trainer.training.setup.exchange.sent_bytes
     finally:
         trainer.close()
 

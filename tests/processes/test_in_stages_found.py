@@ -200,10 +200,10 @@ def entering(world: World, job: pg.Job, chosen: pg.Strategy) -> list[bool]:
     trainer = Trainer.build_for_job(world, job, chosen)
     seen = []
     for inputs, target in trainer.batches(VECTORS, job.batch, 0):
-        if trainer.exchange is not None and not seen:
-            trainer.passes.stage_module.stage_forward.model[2].register_forward_pre_hook(
-                lambda module, given: seen.append(given[0].requires_grad)
-            )
+        if trainer.training.setup.exchange is not None and not seen:
+            trainer.training.setup.passes.stage_module.stage_forward.model[
+                2
+            ].register_forward_pre_hook(lambda module, given: seen.append(given[0].requires_grad))
         trainer.step(inputs, target)
     trainer.close()
     return seen

@@ -314,13 +314,13 @@ def test_stopped_joined_worker_comes_back(place: Ground, opened: Callable[..., A
             self.was_late = True
             self.joiners[0].send_signal(signal.SIGCONT)
 
-    def train(self: Any, epoch: int, start: int) -> int:
+    def train(self: Any, epoch: int) -> int:
         # the last one only when it is back
         while epoch == 5 and not (self.was_late and self.guests):
             self.poll_events(None)
-        return TRAINING.train_epoch(self, epoch, start)
+        return TRAINING.train_segment(self, epoch)
 
-    here = opened(run_training=run, seen=stop, record_event=event, train_epoch=train)
+    here = opened(run_training=run, seen=stop, record_event=event, train_segment=train)
     run = place.train("server(2, servers=2, sync=asp)")
     assert ended(here.joiners[0])[0] == 0
     assert whole(run)

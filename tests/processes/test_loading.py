@@ -24,7 +24,6 @@ from paragrad.commands.train import train_on_ranks
 from paragrad.datasets.loader_processes import SharedBatch, load_batches
 from paragrad.datasets.loading import (
     Samples,
-    call_model,
     convert_batch,
     map_leaves,
     separate_target,
@@ -32,6 +31,7 @@ from paragrad.datasets.loading import (
 )
 from paragrad.datasets.sample_order import SampleOrder
 from paragrad.jobs.job import CPU
+from paragrad.jobs.loss import call_model
 from paragrad.launch import Launcher
 from paragrad.record.step_log import StepLog
 from paragrad.strategies.shares import Division

@@ -287,7 +287,7 @@ def torchs(world: World, made: pg.Job, steps: int, every: int, after: int) -> St
             for fetched in trainer.batches(made.train, made.batch, epoch)
         )
         for step, fetched in zip(range(steps), batches, strict=False):
-            trainer.feed.take_batch(*separate_target(fetched))
+            trainer.training.feed.take_batch(*separate_target(fetched))
             inputs, target = separate_target(fetched)
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(inputs), target).backward()
@@ -359,10 +359,10 @@ def alone_from(world: World, made: pg.Job, begun: State, first: int) -> State:
 def outer_momentum(trainer: Trainer) -> tuple[State, State, State]:
     """What a checkpoint would hold: of the weights, beside them; and what this rank has."""
     with trainer.use_effective_weights():
-        assert trainer.exchange is not None
+        assert trainer.training.setup.exchange is not None
         kept = {
             name: values["outer momentum"]
-            for name, values in trainer.exchange.collect_saved_tensors().items()
+            for name, values in trainer.training.setup.exchange.collect_saved_tensors().items()
         }
         stood = copied(trainer.model.state_dict())
     return stood, copied(kept), copied(trainer.model.state_dict())
@@ -651,8 +651,8 @@ def one_step_from(world: World, made: pg.Job, begun: list[State], step: int) -> 
 
 def unequal(trainer: Trainer) -> Any:
     """Copies of what ranks of a replica hold that differ."""
-    return trainer.layout.find_unequal_copies(
-        {**trainer.parameters, **dict(trainer.model.named_buffers())}
+    return trainer.training.setup.layout.find_unequal_copies(
+        {**trainer.training.setup.parameters, **dict(trainer.model.named_buffers())}
     )
 
 
@@ -1234,7 +1234,7 @@ def test_long_wait_for_a_slow_replica_has_a_repair(backend: str) -> None:
 def test_straggler_warning_follows_the_averaging_interval(text: str, after: float) -> None:
     """It was said of a slow replica that it was still loading, or gone."""
     trainer = Trainer.build_for_job(World(), vectors(), resolved(text))
-    assert trainer.straggler_watch.slow_after == after
+    assert trainer.training.monitor.slow_after == after
     trainer.close()
 
 

@@ -49,7 +49,7 @@ def copied(tensors: Any) -> State:
 
 def everything(trainer: Trainer) -> State:
     """What this rank has, buffers of the loss too."""
-    loss = trainer.module.state_owner
+    loss = trainer.training.setup.module.state_owner
     beside = loss.named_buffers("the loss") if isinstance(loss, nn.Module) else ()
     return copied([*trainer.model.state_dict().items(), *beside])
 
@@ -374,9 +374,9 @@ def states_sent(world: World) -> tuple[int, int]:
             yield
 
     def look(trainer: Trainer) -> None:
-        assert trainer.exchange is not None
+        assert trainer.training.setup.exchange is not None
         with heard():
-            trainer.exchange.gather_optimizer_state()
+            trainer.training.setup.exchange.gather_optimizer_state()
 
     seen(
         world,

@@ -29,6 +29,7 @@ from paragrad.launch import Launcher
 from paragrad.record.record import Record
 from paragrad.runtime.world import World
 from paragrad.strategies.strategy import Strategy
+from paragrad.trainer.setup import TrainerOptions
 from paragrad.trainer.trainer import Trainer
 from paragrad.validation.activation_forecast import forecast_activations
 from paragrad.validation.validate import validate_run
@@ -120,7 +121,8 @@ def squared(output: Tensor, _: Tensor) -> Tensor:
 
 def looked(world: World, chosen: Strategy, graph: bool = True) -> set[int]:
     model = Looking()
-    trainer = Trainer(world, model, squared, adam(model.parameters()), chosen, loss_checked=True)
+    options = TrainerOptions(is_validated=True)
+    trainer = Trainer(world, model, squared, adam(model.parameters()), chosen, options)
     try:
         for fetched in itertools.islice(trainer.batches(DATA, 24, epoch=0), 1):
             trainer.step(*separate_target(fetched))

@@ -234,7 +234,7 @@ def cut_loop(
     )
     assert not any(
         each._post_accumulate_grad_hooks
-        for each in (*model.parameters(), *trainer.parameters.values())
+        for each in (*model.parameters(), *trainer.training.setup.parameters.values())
     )
     goes_on(model, optimizer)
     with torch.no_grad():

@@ -247,8 +247,8 @@ def test_two_data_iterators_keep_their_first_shares(tmp_path: Path) -> None:
     trainer = Trainer.build_for_job(World(), vectors(), strategy("data(1)"))
     first = trainer.batches(VECTORS, 12, 0)
     next(first)
-    trainer.division = Division((1,), 3)
+    trainer.training.state.use_division(Division((1,), 3))
     next(first)
-    assert trainer.feed.pending_batch is not None
-    assert len(trainer.feed.pending_batch.micro_batches) == 1
+    assert trainer.training.feed.pending_batch is not None
+    assert len(trainer.training.feed.pending_batch.micro_batches) == 1
     trainer.close()

@@ -22,12 +22,13 @@ from torch.utils.data import TensorDataset
 from paragrad import Job, RankFailed, Refused, parallelize, train, verify
 from paragrad.datasets.loading import convert_batch, separate_target
 from paragrad.engine.optimizer.modes import set_optimizer_mode
-from paragrad.engine.optimizer.update_probe import ReplicatedDraws, find_update_granularity
+from paragrad.engine.optimizer.update_probe import find_update_granularity
 from paragrad.engine.optimizer.update_slices import (
     FOREACH_OPTIMIZERS,
     FUSED_OPTIMIZERS,
     assign_slices,
 )
+from paragrad.engine.rng.draws import ReplicatedDraws
 from paragrad.jobs.job import CPU
 from paragrad.launch import Launcher
 from paragrad.parallel.data.shared_memory import SharedMemoryExchange
@@ -384,18 +385,18 @@ def held(world: World, each: Job) -> tuple[int, int, int, set[int]]:
     )
     for fetched in trainer.batches(each.train, each.batch, 0):  # type: ignore[arg-type]
         trainer.step(*separate_target(fetched))
-    assert isinstance(trainer.exchange, SharedMemoryExchange)
+    assert isinstance(trainer.training.setup.exchange, SharedMemoryExchange)
     state = sum(
         value.numel()
         for values in trainer.optimizer.state.values()
         for value in values.values()
         if value.dim()
     )
-    assert trainer.exchange.peak_bytes == 0, (
+    assert trainer.training.setup.exchange.peak_bytes == 0, (
         "they were counted as gradients, and once more as what the exchange keeps"
     )
     found = (
-        trainer.exchange.host_memory.row_bytes,
+        trainer.training.setup.exchange.host_memory.row_bytes,
         state,
         sum(parameter.numel() for parameter in trainer.model.parameters()),
         {parameter.untyped_storage().nbytes() for parameter in trainer.model.parameters()},

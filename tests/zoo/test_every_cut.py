@@ -13,8 +13,9 @@ from rows import IN_PARTS, Row
 from test_no_false_alarm import STEPS, job
 from test_zoo import ROWS, pytestmark
 
-from paragrad.datasets.loading import call_model, clone_batch, convert_batch, separate_target
+from paragrad.datasets.loading import clone_batch, convert_batch, separate_target
 from paragrad.jobs.job import CPU, open_dataset
+from paragrad.jobs.loss import call_model
 from paragrad.parallel.tracing.cut_points import find_cut_points
 
 __all__ = ["pytestmark"]

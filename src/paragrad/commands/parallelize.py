@@ -24,7 +24,9 @@ from paragrad.strategies.registry import strategy as read_strategy
 from paragrad.strategies.strategy import Strategy
 from paragrad.trainer.model_partition import is_shared_per_host
 from paragrad.trainer.settings import Settings, refuse_old_arguments
+from paragrad.trainer.setup import TrainerOptions
 from paragrad.trainer.trainer import Trainer
+from paragrad.trainer.training import Training
 from paragrad.validation.inspect_job import explain_untrainable
 from paragrad.validation.inspected_job import InspectedOptimizer
 from paragrad.validation.lazy_modules import list_lazy_tensors
@@ -127,52 +129,47 @@ def parallelize(
             if is_shared_per_host(resolved, world)
             else None
         )
-        trainer = Trainer(
-            world,
-            model,
-            loss,
-            optimizer,
-            resolved,
+        options = TrainerOptions(
             seed=seed,
-            scheduler=scheduler,
             clip_norm=clip_norm,
             autocast=autocast,
             collate=collate,
             skip_first_step_check=skip_first_step_check,
-            initial_model=initial_model,
         )
+        trainer = Trainer(
+            world, model, loss, optimizer, resolved, options, scheduler, initial_model
+        )
+        training = trainer.training
         try:
             yield trainer
-            if trainer.exchange is not None:
-                with trainer.straggler_watch.track_step(trainer.steps):
-                    trainer.exchange.adopt_effective_weights()
-            if trainer.layout.is_partitioned:
-                _restore_whole_model(trainer, model, optimizer)
+            if training.setup.exchange is not None:
+                with training.monitor.track_step(training.state.steps):
+                    training.exchange.adopt_effective_weights()
+            if training.setup.layout.is_partitioned:
+                _restore_whole_model(training, model, optimizer)
         finally:
-            if trainer.user_model is not None:
-                trainer.user_model.remove_hooks()
+            if training.user_model is not None:
+                training.user_model.remove_hooks()
             trainer.close()
 
 
 def _restore_whole_model(
-    trainer: Trainer, model: nn.Module, optimizer: torch.optim.Optimizer
+    training: Training, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
     """Restore the user's model from its parts, and the optimizer with the state that serial has.
 
     Collective.
     """
-    layout = trainer.layout
-    assert trainer.exchange is not None
-    assert trainer.user_model is not None
+    setup, layout = training.setup, training.setup.layout
     parameters = set_model_values(
         model,
-        layout.gather_serial_tensors({**trainer.parameters, **dict(trainer.model.named_buffers())}),
+        layout.gather_serial_tensors({**setup.parameters, **dict(setup.model.named_buffers())}),
     )
     state = layout.world.broadcast_object(
-        layout.gather_serial_state(trainer.exchange.gather_optimizer_state())
+        layout.gather_serial_state(training.exchange.gather_optimizer_state())
     )
     # the optimizer has more groups if the user added one
-    for group, names in zip(optimizer.param_groups, trainer.group_names, strict=False):
+    for group, names in zip(optimizer.param_groups, setup.group_names, strict=False):
         group["params"] = [parameters[name] for name in names if name in parameters]
     optimizer.state = type(optimizer.state)(dict, select_global_state(optimizer))
     for name, values in state.items():

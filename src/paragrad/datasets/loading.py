@@ -271,25 +271,6 @@ def separate_target(batch: Any) -> tuple[Any, Any]:
     )
 
 
-def call_model(model: Callable[..., Any], inputs: Any) -> Any:
-    """Call a model with the inputs of a batch.
-
-    Args:
-        model: The model.
-        inputs: A dict is passed by name, a tuple or list in order; a named tuple is one argument.
-
-    Returns:
-        The output of the model.
-    """
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return (
-        model(*inputs)
-        if isinstance(inputs, tuple | list) and not hasattr(inputs, "_fields")
-        else model(inputs)
-    )
-
-
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     """Apply a function to each leaf of a nested value.
 

@@ -153,6 +153,22 @@ class BatchNorm:
         functional._verify_batch_size = verify  # type: ignore[attr-defined]
         nn.SyncBatchNorm.forward = forward
 
+    def start_micro_batch(self, samples: int) -> None:
+        """Set the number of samples of the present micro-batch.
+
+        Args:
+            samples: Samples of the micro-batch on this rank.
+        """
+        self.samples = samples
+
+    def adopt_model(self, model: nn.Module) -> None:
+        """Use the buffers of another model, such as a part of the one before.
+
+        Args:
+            model: The model.
+        """
+        self.model = model
+
     @contextmanager
     def use_probe_mode(self) -> Iterator[None]:
         """Enter the context to inspect the model on this rank only.

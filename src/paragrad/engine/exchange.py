@@ -25,7 +25,11 @@ import torch
 from torch import Tensor, nn
 
 from paragrad.engine.layout import Layout, OptimizerState
-from paragrad.engine.optimizer.modes import set_optimizer_mode, use_optimizer_eval_mode
+from paragrad.engine.optimizer.modes import (
+    has_modes,
+    set_optimizer_mode,
+    use_optimizer_eval_mode,
+)
 from paragrad.errors import StepFailed
 from paragrad.executors.machine import Machine
 from paragrad.jobs.loss import LossModule
@@ -186,6 +190,8 @@ class Exchange(ABC):
 
         optimizer: The optimizer.
 
+        optimizer_has_modes: Whether the optimizer has a training mode and an evaluation mode.
+
         clip_norm: As in Job.
 
         layout: Which part of the model this rank holds.
@@ -218,7 +224,7 @@ class Exchange(ABC):
 
     def __init__(self, replica: Replica) -> None:
         self.loss_module = replica.module
-        self.optimizer = replica.optimizer
+        self.use_optimizer(replica.optimizer)
         self.clip_norm = replica.clip_norm
         self.layout = replica.layout
         self.module: nn.Module = replica.module
@@ -232,7 +238,72 @@ class Exchange(ABC):
     def begin(self) -> None:
         """Start a step: reset the count of bytes, and set the optimizer to training mode."""
         self.sent_bytes = {}
-        set_optimizer_mode(self.optimizer, "train")
+        if self.optimizer_has_modes:
+            set_optimizer_mode(self.optimizer, "train")
+
+    def start_step(self, stop_requested: bool, samples: int, epoch: int) -> None:
+        """Start a step by `begin`, and keep what is known of it.
+
+        Args:
+            stop_requested: Whether this rank got a request to stop.
+            samples: Samples in the share of this rank.
+            epoch: The present epoch.
+        """
+        self.begin()
+        self.stop_requested = stop_requested
+        self.local_samples = samples
+        self.epoch = epoch
+
+    def finish_passes(self, weight: float, loss: float, doubtful_weight: float) -> None:
+        """Call `finish` after the last backward pass, and keep the doubtful weight.
+
+        Args:
+            weight: Weight of the samples of this rank, summed over its micro-batches.
+            loss: Loss of this rank, summed over its micro-batches.
+            doubtful_weight: The part of the weight that may stand for no sample.
+        """
+        self.doubtful_weight = doubtful_weight
+        self.finish(weight, loss)
+
+    def keep_weight_share(self, weight_share: float) -> None:
+        """Keep the fraction of the whole weight that belongs to this replica.
+
+        Args:
+            weight_share: The fraction, from 0 to 1.
+        """
+        self.weight_share = weight_share
+
+    def average_step(self, weight: float, scale: float, stop_requested: bool) -> None:
+        """Call `average` with the global weight, or `refuse_zero_weight` if it is 0.
+
+        Args:
+            weight: The weight summed over all replicas.
+            scale: Factor by which the gradients were multiplied already.
+            stop_requested: Whether this rank knows of a request to stop on any rank.
+        """
+        self.weight = weight
+        self.request_stop(stop_requested)
+        if weight:
+            self.average(weight * scale)
+        else:
+            self.refuse_zero_weight()
+
+    def request_stop(self, stop_requested: bool) -> None:
+        """Keep a request to stop, besides those of before.
+
+        Args:
+            stop_requested: Whether there is a request.
+        """
+        self.stop_requested = self.stop_requested or stop_requested
+
+    def use_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Update with an optimizer from here on.
+
+        Args:
+            optimizer: The optimizer over the parameters of this rank.
+        """
+        self.optimizer = optimizer
+        self.optimizer_has_modes = has_modes(optimizer)
 
     def refuse_refrozen(self) -> None:
         """Refuse parameters that were frozen or unfrozen after the first step.

@@ -59,14 +59,13 @@ class GradientNorms:
             if each.requires_grad and interval
         ]
 
-    def begin_step(self, step: int, rehearsed: bool) -> None:
+    def begin_step(self, step: int) -> None:
         """Start a step.
 
         Args:
             step: Number of the step.
-            rehearsed: The step will be undone, so it is not measured.
         """
-        self.is_measured = bool(self.interval) and step % self.interval == 0 and not rehearsed
+        self.is_measured = bool(self.interval) and step % self.interval == 0
         self.first_micro_batch = None
         self.measurement = None
 
@@ -109,6 +108,10 @@ class GradientNorms:
         if self.first_micro_batch is not None and squares:
             measurement = [*self.first_micro_batch, _sum_squares(squares)]
             self.measurement = measurement if all(map(math.isfinite, measurement)) else None
+
+    def end_step(self) -> None:
+        """End a step: what comes before the next one is not measured."""
+        self.is_measured = False
 
     @property
     def record_entry(self) -> dict[str, list[float] | None]:

@@ -276,6 +276,10 @@ class Layout:
         self.output_rank_count = 1
         self.divided_names: list[str] | None = None
 
+    def reset_sent_bytes(self) -> None:
+        """Count the bytes of messages from 0 again."""
+        self.sent_bytes = 0
+
     def gather_serial_tensors(
         self, tensors: Mapping[str, Tensor | None], on_all_ranks: bool = True
     ) -> dict[str, Tensor | None]:

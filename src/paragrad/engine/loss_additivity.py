@@ -22,7 +22,6 @@ from torch.nn import functional
 
 from paragrad.datasets.loading import (
     Samples,
-    call_model,
     clone_batch,
     convert_batch,
     list_batch_tensors,
@@ -32,7 +31,7 @@ from paragrad.datasets.loading import (
 from paragrad.engine.rng.draws import Draws, key_draws
 from paragrad.engine.state.preserve_state import ModuleSnapshot, preserve_module_state
 from paragrad.engine.state.values import GeneratorState
-from paragrad.jobs.loss import LossModule
+from paragrad.jobs.loss import LossModule, call_model
 
 MAX_SAMPLES = 5  # samples of the whole: parts of 2 and 3, because some models refuse one sample
 FLOAT64_TOLERANCE = 1e-9  # relative, in float64

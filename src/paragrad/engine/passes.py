@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from paragrad.datasets.loading import call_model, list_batch_tensors
+from paragrad.datasets.loading import list_batch_tensors
 from paragrad.engine.activation_meter import ActivationMeter
 from paragrad.engine.batch_norm import BatchNorm
 from paragrad.engine.exchange import Exchange
@@ -27,7 +27,7 @@ from paragrad.engine.probe import find_nonfinite_tensor
 from paragrad.engine.rng.draws import CallNumbers, Draws, key_test_draws
 from paragrad.engine.unwrap import WrappedTensor, unwrap
 from paragrad.errors import StepFailed
-from paragrad.jobs.loss import LossModule
+from paragrad.jobs.loss import LossModule, call_model
 from paragrad.record.step_log import StepLog
 from paragrad.runtime.world import World
 from paragrad.strategies.shares import MicroBatch
@@ -54,16 +54,6 @@ class PassesHost(Protocol):
     """What a trainer offers to its passes.
 
     Attributes:
-        world: All ranks of the training.
-
-        module: The model and the loss.
-
-        batch_norm: The batch norm over all ranks.
-
-        draws: All random calls of a forward pass.
-
-        seed: The seed of the job.
-
         log: The record of this rank.
 
         noise: Measures gradient norms around backward passes.
@@ -71,14 +61,34 @@ class PassesHost(Protocol):
         rehearsing: The step will be undone after it was compared.
     """
 
-    world: World
-    module: LossModule
-    batch_norm: BatchNorm
-    draws: Draws
-    seed: int
     log: StepLog
     noise: GradientNorms
     rehearsing: bool
+
+    @property
+    def world(self) -> World:
+        """All ranks of the training."""
+        ...
+
+    @property
+    def module(self) -> LossModule:
+        """The model and the loss."""
+        ...
+
+    @property
+    def batch_norm(self) -> BatchNorm:
+        """The batch norm over all ranks."""
+        ...
+
+    @property
+    def draws(self) -> Draws:
+        """All random calls of a forward pass."""
+        ...
+
+    @property
+    def seed(self) -> int:
+        """The seed of the job."""
+        ...
 
     def use_autocast(self) -> AbstractContextManager[Any]:
         """Return the context of autocast, if the job uses it."""
@@ -174,6 +184,21 @@ class Passes(ABC):
         """
         return {}
 
+    @contextlib.contextmanager
+    def count_activations(self, model: nn.Module) -> Iterator[None]:
+        """Count what is kept for backward during a step.
+
+        Args:
+            model: The model; its tensors are not counted.
+        """
+        meter = ActivationMeter([*model.parameters(), *model.buffers()])
+        self.activation_meter = meter
+        try:
+            yield
+        finally:
+            self.activation_meter = None
+            self.peak_bytes = max(self.peak_bytes, meter.peak_bytes)
+
     batches_in_flight = 1
 
     def compute_outputs(self, batches: list[Any], places: list[list[int]]) -> list[Any]:
@@ -191,25 +216,6 @@ class Passes(ABC):
             with key_test_draws(self.host.draws, self.host.seed, batch_places):
                 outputs.append(self.compute_output(inputs))
         return outputs
-
-
-@contextlib.contextmanager
-def count_activations(passes: Passes, model: nn.Module | None) -> Iterator[None]:
-    """Count what is kept for backward during a step.
-
-    Args:
-        passes: The passes of the step.
-        model: The model; its tensors are not counted. None: do not count in this step.
-    """
-    if model is None:
-        yield
-        return
-    passes.activation_meter = ActivationMeter([*model.parameters(), *model.buffers()])
-    meter = passes.activation_meter
-    try:
-        yield
-    finally:
-        passes.activation_meter, passes.peak_bytes = None, max(passes.peak_bytes, meter.peak_bytes)
 
 
 def run_passes(
@@ -273,7 +279,7 @@ class SequentialPasses(Passes):
     ) -> LossSums:
         host, exchange, loss_module = self.host, self.exchange, self.host.module
         samples = len(micro.positions)
-        host.batch_norm.samples = samples
+        host.batch_norm.start_micro_batch(samples)
         last = number == count - 1
         with exchange.micro_batch(last), host.key_draws(micro), host.batch_norm:
             started = time.perf_counter()
@@ -305,7 +311,9 @@ class SequentialPasses(Passes):
             scale = 1.0 / weight if scales_loss and weight and not loss_module.is_linear else 1.0
             with (
                 host.log.record_span(f"B{number}", "compute"),
-                host.noise.measure_backward(number, weight * scale),
+                host.noise.measure_backward(number, weight * scale)
+                if host.noise.is_measured
+                else contextlib.nullcontext(),
             ):
                 total.backward(None if scale == 1.0 else total.new_tensor(scale))
         return LossSums(value, weight, scale)

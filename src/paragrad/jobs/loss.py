@@ -11,14 +11,14 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paragrad.datasets.loading import call_model, convert_batch
+from paragrad.datasets.loading import convert_batch
 from paragrad.errors import StepFailed
 from paragrad.jobs.loss_divisor import find_loss_divisor, has_zero_weight, make_zero_loss
 
@@ -113,6 +113,25 @@ def describe_bad_loss(value: Any) -> str | None:
     return None
 
 
+def call_model(model: Callable[..., Any], inputs: Any) -> Any:
+    """Call a model with the inputs of a batch.
+
+    Args:
+        model: The model.
+        inputs: A dict is passed by name, a tuple or list in order; a named tuple is one argument.
+
+    Returns:
+        The output of the model.
+    """
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return (
+        model(*inputs)
+        if isinstance(inputs, tuple | list) and not hasattr(inputs, "_fields")
+        else model(inputs)
+    )
+
+
 class LossModule(nn.Module):
     """Model and loss as one module: from inputs and target to the summed loss and its weight.
 
@@ -170,9 +189,23 @@ class LossModule(nn.Module):
             The new module.
         """
         other = LossModule(model, loss or self.loss)
-        other.has_traced_divisor = self.has_traced_divisor
-        other.is_linear = self.is_linear
+        other.adopt_findings(self.has_traced_divisor, self.is_linear)
         return other
+
+    def adopt_findings(self, has_traced_divisor: bool | None, is_linear: bool) -> None:
+        """Keep what a probe of the model found.
+
+        Args:
+            has_traced_divisor: Whether the divisor of the mean is read from its graph.
+            is_linear: Whether gradients grow in proportion to the loss.
+        """
+        self.has_traced_divisor = has_traced_divisor
+        self.is_linear = is_linear
+
+    def reset_doubtful_total(self) -> None:
+        """Sum the doubtful weights from 0 again."""
+        # setting attributes by nn.Module takes microseconds
+        self.__dict__["doubtful_total"] = 0.0
 
     @property
     def uses_graph_divisor(self) -> bool:

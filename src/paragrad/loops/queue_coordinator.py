@@ -17,7 +17,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from paragrad.errors import StepFailed
 from paragrad.launch import Launcher
 from paragrad.launch.process_pool import PROCESS_DIED, TASK_FAILED, ProcessPool
 from paragrad.loops.join_coordinator import JoinCoordinator, locate_share, write_step_line
+from paragrad.loops.loop import Loop
 from paragrad.loops.queue_worker import MAX_REPLY_BYTES, run_queue_rank
 from paragrad.loops.synchronous import Progress
 from paragrad.parallel.server.curve_keys import SECRET_SUFFIX, Address, KeyPair, write_public_key
@@ -90,7 +91,7 @@ def run_queue_training(
         return coordinator.run_training()
 
 
-class QueueCoordinator:
+class QueueCoordinator(Loop[int]):
     """Coordinates one training with a work queue.
 
     Attributes:
@@ -146,6 +147,8 @@ class QueueCoordinator:
 
         unrecorded_shares: shares that servers had already applied, with the reports and the workers
             that had them. Their step lines may be missing.
+
+        start: (epoch, step of it) at which the training starts.
 
         step: steps of the training with tickets given out, in all.
 
@@ -228,6 +231,7 @@ class QueueCoordinator:
         self.shown_step = 0
         self.unrecorded_shares: list[tuple[Ticket, dict[str, Any], list[int]]] = []
         self.step = self.queue.updates_made
+        self.start = (0, 0)
         self.saved_items = (
             {("checkpoint", self.step)}
             if validated_run.resume_checkpoint
@@ -297,18 +301,15 @@ class QueueCoordinator:
         Returns:
             "finished" or "stopped".
         """
-        validated_run, save = self.validated_run, self.validated_run.settings.save
+        save = self.validated_run.settings.save
         first, start = divmod(self.step, self.order.steps)
+        self.start = first, start
         # a run that stopped with the last step of an epoch has not tested it
         is_over = self.has_enough_steps or (
             first > 0 and not start and self.finish_saved_epoch(first - 1)
         )
-        for epoch in range(first, validated_run.job.epochs) if not is_over else ():
-            epoch_start = self.record.now()
-            if not self.train_epoch(epoch, start if epoch == first else 0) or self.finish_epoch(
-                epoch, epoch_start
-            ):
-                break
+        if not is_over:
+            self.train_segments()
         status = "stopped" if self.stop_request.is_set() else "finished"
         if save or status == "stopped":
             self.save_once("checkpoint")
@@ -321,19 +322,27 @@ class QueueCoordinator:
         """Whether as many steps are made as the settings request."""
         return self.validated_run.settings.has_reached_limit(self.step)
 
-    def train_epoch(self, epoch: int, start: int) -> bool:
+    def read_clock(self) -> float:
+        """Return the seconds since the start of the run, as the record counts them."""
+        return self.record.now()
+
+    def iterate_segments(self) -> Iterator[int]:
+        """Yield the epochs."""
+        yield from range(self.start[0], self.validated_run.job.epochs)
+
+    def train_segment(self, segment: int) -> bool:
         """Train an epoch's batches, share by share.
 
         Args:
-            epoch: the epoch.
-            start: its first batch.
+            segment: the epoch.
 
         Returns:
             False if the run ends before the epoch's test, with a whole batch.
         """
         save = self.validated_run.settings.save
+        epoch = segment
         end = (epoch + 1) * self.order.steps
-        self.step = epoch * self.order.steps + start
+        self.step = epoch * self.order.steps + (self.start[1] if epoch == self.start[0] else 0)
         while self.step < end and not self.stop_request.is_set() and not self.has_enough_steps:
             samples = len(self.order.get_batch(self.step % self.order.steps))
             # Ticket numbers are consecutive: servers remember up to which all are applied.
@@ -350,23 +359,23 @@ class QueueCoordinator:
         self.wait_until_idle(epoch)
         return not self.stop_request.is_set() and not self.has_enough_steps
 
-    def finish_epoch(self, epoch: int, start: float) -> bool:
+    def end_segment(self, segment: int, start_time: float) -> bool:
         """Test after an epoch, and record it.
 
         Args:
-            epoch: the epoch.
-            start: when it began, on the clock of the record.
+            segment: the epoch.
+            start_time: when it began, in seconds of the record's clock.
 
         Returns:
             Whether the goal is reached.
         """
-        test = self.run_test(epoch)
+        test = self.run_test(segment)
         self.record.write_line(
             "epoch",
-            epoch=epoch,
+            epoch=segment,
             test=test,
-            start=round(start, 6),
-            seconds=round(self.record.now() - start, 6),
+            start=round(start_time, 6),
+            seconds=round(self.record.now() - start_time, 6),
         )
         if test is not None:
             self.write_events(
@@ -390,7 +399,7 @@ class QueueCoordinator:
             and self.validated_run.resume_checkpoint.find_epoch_record(epoch)
         )
         if not line:
-            return self.finish_epoch(epoch, self.record.now())
+            return self.end_segment(epoch, self.record.now())
         return self.validated_run.settings.has_reached_goal(line["test"])
 
     def save_once(self, what: str) -> None:

@@ -14,15 +14,16 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from paragrad.datasets.loading import Dataset, Samples, separate_target
+from paragrad.datasets.loading import Dataset, Samples
 from paragrad.errors import StepFailed
 from paragrad.jobs.job import open_dataset
+from paragrad.loops.loop import BatchLoop
 from paragrad.loops.synchronous import log_memory, save_trained_model
 from paragrad.parallel.server.client import ServerClient
 from paragrad.parallel.server.curve_keys import KeyPair
@@ -36,8 +37,8 @@ from paragrad.runtime.generators import seed_everything
 from paragrad.runtime.world import CPU, World
 from paragrad.trainer.batch import make_rank_batch
 from paragrad.trainer.checkpoint import trainer_snapshot
-from paragrad.trainer.first_step.setup import set_up_exchange
 from paragrad.trainer.pace import Pace
+from paragrad.trainer.step_observer import StepResult
 from paragrad.trainer.trainer import Trainer
 from paragrad.validation import resume_check
 from paragrad.validation.validate import ValidatedRun
@@ -120,29 +121,29 @@ def run_worker_or_server(
     )
     # In its own world, its rank is 0; the seed is that of its number.
     seed_everything(validated_run.job.seed + 1 + endpoints.number)
-    trainer.log.always_detailed = settings.trace is not None
-    trainer.batch_size = min(validated_run.job.batch, validated_run.inspection.samples)
+    training = trainer.training
+    if settings.trace is not None:
+        training.log.write_all_details()
+    training.state.use_batch_size(min(validated_run.job.batch, validated_run.inspection.samples))
     try:
         if validated_run.resume_checkpoint is not None:
-            trainer_snapshot.restore_snapshot(trainer, validated_run.resume_checkpoint)
+            trainer_snapshot.restore_snapshot(training, validated_run.resume_checkpoint)
         if endpoints.server is not None:
-            set_up_exchange(trainer, False, None).serve()
+            training.set_up_exchange().serve()
         else:
             counts = QueueWorker(trainer, validated_run, folder, endpoints).process_tickets()
-        log_memory(trainer)
+        log_memory(training)
     except Exception as error:
-        raise trainer.report_failure(error) from error
+        raise training.report_failure(error) from error
     finally:
         trainer.close()
     return counts
 
 
-class QueueWorker:
+class QueueWorker(BatchLoop[Ticket]):
     """A worker that does one ticket after another.
 
     Attributes:
-        trainer: The trainer of this worker.
-
         validated_run: The validated job, strategy and settings.
 
         folder: The folder of the run.
@@ -159,6 +160,14 @@ class QueueWorker:
 
         rate_step: The step of the current learning rate.
 
+        ticket_start: The time at which the training of a ticket began, in seconds.
+
+        report: The result of the last ticket.
+
+        finished_ticket: The last ticket that was done, or None.
+
+        counts: The number of tickets of each kind.
+
         is_joined: Whether the worker joined from elsewhere.
 
         queue_client: The client of the work queue.
@@ -171,7 +180,7 @@ class QueueWorker:
         folder: Path,
         endpoints: ServerEndpoints,
     ) -> None:
-        self.trainer = trainer
+        super().__init__(trainer)
         self.validated_run = validated_run
         self.folder = folder
         self.endpoints = endpoints
@@ -182,9 +191,13 @@ class QueueWorker:
             None if job.test is None else open_dataset(job.test, settings.folder)
         )
         self.samples = Samples(self.train_dataset, job.seed, job.collate, trainer.world.timeout)
-        self.scheduler = trainer.scheduler
-        trainer.scheduler = None
+        self.scheduler = self.training.state.scheduler
+        self.training.state.leave_scheduler_to_loop()
         self.rate_step = trainer.steps
+        self.ticket_start = 0.0
+        self.report: dict[str, Any] = {}
+        self.finished_ticket: dict[str, Any] | None = None
+        self.counts = Counter[str]()
         self.is_joined = bool(endpoints.known_addresses)
         # The launching process ends its own ranks. A joined worker needs a timeout, because no
         # process would end it.
@@ -199,24 +212,20 @@ class QueueWorker:
 
     def process_tickets(self) -> Counter[str]:
         """Do tickets until the work queue is finished; return the number of each kind."""
-        actions: dict[str, Callable[[Ticket], dict[str, Any]]] = {
-            TRAIN: self.train_ticket,
-            TEST: self.evaluate_ticket,
-            KEEP: self.save_ticket,
-        }
-        finished: tuple[dict[str, Any] | None, dict[str, Any]] = None, {}
-        count = Counter[str]()
         try:
-            while (ticket := self.request_ticket(*finished)).what != END:
-                finished = asdict(ticket), actions[ticket.what](ticket)
-                count[ticket.what] += 1
+            self.train_segments()
         except BaseException:
             if self.is_joined:
                 self.leave_queue()
             raise
         finally:
             self.queue_client.close()
-        return count
+        return self.counts
+
+    def iterate_segments(self) -> Iterator[Ticket]:
+        """Yield the tickets of the work queue, until it has no more."""
+        while (ticket := self.request_ticket(self.finished_ticket, self.report)).what != END:
+            yield ticket
 
     def request_ticket(
         self, finished_ticket: dict[str, Any] | None, report: dict[str, Any]
@@ -243,7 +252,7 @@ class QueueWorker:
 
     def leave_queue(self) -> None:
         """Leave the work queue, so that another worker gets this worker's ticket at once."""
-        self.queue_client.seconds = min(self.queue_client.seconds, LEAVE_TIMEOUT)
+        self.queue_client.limit_waiting(LEAVE_TIMEOUT)
         with suppress(StepFailed):
             text = json.dumps([self.endpoints.number, None, {}]).encode()
             list(
@@ -252,52 +261,95 @@ class QueueWorker:
                 )
             )
 
-    def train_ticket(self, ticket: Ticket) -> dict[str, Any]:
-        """Train on the samples of a ticket, and return the report."""
-        trainer = self.trainer
+    def train_segment(self, segment: Ticket) -> bool:
+        """Train on the samples of a ticket, if it has some.
+
+        Args:
+            segment: The ticket.
+
+        Returns:
+            True: the work queue decides on the end of the run.
+        """
+        if segment.what != TRAIN:
+            return True
+        state = self.training.state
         order = self.validated_run.inspection.order
-        self.advance_schedule(ticket.step)
-        trainer.steps = ticket.step
-        trainer.replicas = [ticket.share]
-        if isinstance(trainer.exchange, WorkerExchange):
-            trainer.exchange.ticket = ticket
+        self.advance_schedule(segment.step)
+        state.move_to(segment.step)
+        state.use_replicas([segment.share])
+        if (exchange := self.training.setup.exchange) is not None:
+            assert isinstance(exchange, WorkerExchange)
+            exchange.take_ticket(segment)
         else:
-            trainer.exchange_options = replace(
-                trainer.exchange_options, endpoints=replace(self.endpoints, ticket=ticket)
+            self.training.use_exchange_options(
+                replace(
+                    self.training.options.exchange_options,
+                    endpoints=replace(self.endpoints, ticket=segment),
+                )
             )
         batch = make_rank_batch(
             order,
-            ticket.epoch,
-            order.get_batch(ticket.step % order.steps),
-            trainer.division,
-            trainer.replicas,
+            segment.epoch,
+            order.get_batch(segment.step % order.steps),
+            state.division,
+            state.replicas,
         )
-        report: dict[str, Any] = {}
-        start = time.monotonic()
-        rate = trainer.optimizer.param_groups[0]["lr"]
-        for loaded in trainer.feed.iterate_batches(self.samples, [batch], 0):
-            result = trainer.step(*separate_target(loaded))
-            assert isinstance(trainer.exchange, WorkerExchange)
-            report = {
-                "loss": result.loss,
-                "weight": result.weight,
-                "became": trainer.exchange.push_outcome,
-                "version": trainer.exchange.version,
-                "lr": float(rate),
+        self.report = {}
+        self.ticket_start = time.monotonic()
+        batches = self.training.feed.iterate_batches(self.samples, [batch], 0)
+        return self.train_batches(segment, batches)
+
+    def end_step(self, segment: Ticket, result: StepResult, rate: float) -> bool:
+        """Keep the result of a step for the work queue.
+
+        Args:
+            segment: The ticket.
+            result: The result of the step.
+            rate: The learning rate of the step.
+
+        Returns:
+            True: the work queue decides on the end of the run.
+        """
+        exchange = self.training.exchange
+        assert isinstance(exchange, WorkerExchange)
+        self.report = {
+            "loss": result.loss,
+            "weight": result.weight,
+            "became": exchange.push_outcome,
+            "version": exchange.version,
+            "lr": rate,
+        }
+        if self.is_joined:
+            self.report |= {
+                "seconds": time.monotonic() - self.ticket_start,
+                "sent": exchange.sent_bytes["gradients"]["bytes"],
             }
-            if self.is_joined:
-                report |= {
-                    "seconds": time.monotonic() - start,
-                    "sent": trainer.exchange.sent_bytes["gradients"]["bytes"],
-                }
-        return report
+        return True
+
+    def end_segment(self, segment: Ticket, start_time: float) -> bool:
+        """Evaluate or save, if the ticket asks for it, and count the ticket.
+
+        Args:
+            segment: The ticket.
+            start_time: The time at which the ticket began, in seconds of the record's clock.
+
+        Returns:
+            False: the work queue decides on the end of the run.
+        """
+        if segment.what == TEST:
+            self.report = self.evaluate_ticket(segment)
+        elif segment.what == KEEP:
+            self.report = self.save_ticket(segment)
+        self.finished_ticket = asdict(segment)
+        self.counts[segment.what] += 1
+        return False
 
     def advance_schedule(self, step: int) -> None:
         """Step the scheduler to the learning rate of a step."""
-        # Schedulers warn if the optimizer has made no step; here the servers make the steps.
-        self.trainer.optimizer._opt_called = True  # type: ignore[attr-defined]
+        # Here the servers make the steps.
+        self.training.state.allow_early_scheduling()
         for number in range(self.rate_step, step if self.scheduler is not None else 0):
-            self.trainer.draw_alike("schedule", number, self.scheduler.step)
+            self.training.draw_alike("schedule", number, self.scheduler.step)
         self.rate_step = max(self.rate_step, step)
 
     def evaluate_ticket(self, ticket: Ticket) -> dict[str, Any]:
@@ -314,16 +366,15 @@ class QueueWorker:
 
     def ensure_exchange(self) -> None:
         """Set up the exchange if there was no step yet, as in a run that resumes with a test."""
-        if self.trainer.exchange is None:
-            set_up_exchange(self.trainer, False, None)
+        if self.training.setup.exchange is None:
+            self.training.set_up_exchange()
 
     def save_ticket(self, ticket: Ticket) -> dict[str, Any]:
         """Save the model or a checkpoint, and return an empty report."""
         trainer = self.trainer
         self.ensure_exchange()
         self.advance_schedule(ticket.step)
-        trainer.steps = ticket.step
-        trainer.scheduler = self.scheduler
+        self.training.state.move_to(ticket.step)
         if ticket.keep == "model":
             save_trained_model(trainer, self.folder / "model.safetensors")
         else:
@@ -333,5 +384,4 @@ class QueueWorker:
                     self.validated_run.job, self.validated_run.inspection
                 ),
             )
-        trainer.scheduler = None
         return {}

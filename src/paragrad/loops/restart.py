@@ -16,17 +16,16 @@ from paragrad.parallel.server.endpoints import ServerEndpoints
 from paragrad.parallel.server.worker_exchange import WorkerExchange
 from paragrad.record.record import read_lines
 from paragrad.trainer.batch import make_rank_batch
-from paragrad.trainer.first_step.setup import set_up_exchange
-from paragrad.trainer.trainer import Trainer
+from paragrad.trainer.training import Training
 
 
 def resume_from_servers(
-    trainer: Trainer, order: SampleOrder, folder: Path, endpoints: ServerEndpoints
+    training: Training, order: SampleOrder, folder: Path, endpoints: ServerEndpoints
 ) -> None:
     """Resume a training from its servers, before the first step of this worker.
 
     Args:
-        trainer: The trainer of this worker.
+        training: The training of this worker.
 
         order: The order of the samples.
 
@@ -35,17 +34,17 @@ def resume_from_servers(
         endpoints: The endpoints of the servers, with the step that they reached.
     """
     assert endpoints.step is not None
-    with use_temporary_exchange(trainer):
-        assert isinstance(trainer.exchange, WorkerExchange)
-        trainer.exchange.adopt_server_state()
-    # Schedulers warn if the optimizer has made no step.
-    trainer.optimizer._opt_called = True  # type: ignore[attr-defined]
-    rate = get_learning_rate(trainer)
-    for step in range(trainer.steps, endpoints.step if trainer.scheduler is not None else 0):
-        rate = get_learning_rate(trainer)
-        trainer.draw_alike("schedule", step, trainer.scheduler.step)
-    trainer.steps = endpoints.step
-    lines = read_lines(folder / f"rank-{trainer.world.rank}.jsonl", spans=False)
+    state = training.state
+    with use_temporary_exchange(training):
+        assert isinstance(training.exchange, WorkerExchange)
+        training.exchange.adopt_server_state()
+    state.allow_early_scheduling()
+    rate = get_learning_rate(training)
+    for step in range(state.steps, endpoints.step if state.scheduler is not None else 0):
+        rate = get_learning_rate(training)
+        training.draw_alike("schedule", step, state.scheduler.step)
+    state.move_to(endpoints.step)
+    lines = read_lines(folder / f"rank-{training.world.rank}.jsonl", spans=False)
     if (
         endpoints.last
         and max((line["step"] for line in lines if line["kind"] == "step"), default=-1)
@@ -53,12 +52,17 @@ def resume_from_servers(
     ):
         epoch, step = divmod(endpoints.step - 1, order.steps)
         batch = make_rank_batch(
-            order, epoch, order.get_batch(step), trainer.division, trainer.replicas, trainer.reverse
+            order,
+            epoch,
+            order.get_batch(step),
+            state.division,
+            state.replicas,
+            training.options.reverse,
         )
-        weight, loss = endpoints.last[trainer.replicas[0]]
-        trainer.log.write_step(
+        weight, loss = endpoints.last[state.replicas[0]]
+        training.log.write_step(
             endpoints.step - 1,
-            trainer.log.now(),
+            training.log.now(),
             epoch=epoch,
             loss=[loss, weight],
             order=batch.recorded_range,
@@ -68,27 +72,25 @@ def resume_from_servers(
 
 
 @contextlib.contextmanager
-def use_temporary_exchange(trainer: Trainer) -> Iterator[None]:
+def use_temporary_exchange(training: Training) -> Iterator[None]:
     """Use an exchange before the first step: for the servers' state, a test, or a checkpoint.
 
     Collective. The first step probes the model before it builds its own exchange, so this one is
     closed again. Without servers, or after a first step, nothing is done.
 
     Args:
-        trainer: The trainer of this worker.
+        training: The training of this worker.
     """
-    if trainer.exchange_options.endpoints is None or trainer.exchange is not None:
+    if training.options.exchange_options.endpoints is None or training.setup.exchange is not None:
         yield
         return
-    exchange = set_up_exchange(trainer, False, None)
+    training.set_up_exchange()
     try:
         yield
     finally:
-        exchange.close()
-        trainer.exchange = None
-        trainer.passes = None
+        training.close_exchange()
 
 
-def get_learning_rate(trainer: Trainer) -> float:
+def get_learning_rate(training: Training) -> float:
     """Return the learning rate of the first group."""
-    return float(trainer.optimizer.param_groups[0]["lr"])
+    return float(training.state.optimizer.param_groups[0]["lr"])

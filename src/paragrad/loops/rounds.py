@@ -30,7 +30,7 @@ from paragrad.runtime.stragglers import explain_timeout
 from paragrad.strategies.shares import MicroBatch
 from paragrad.trainer.batch import Batch
 from paragrad.trainer.checkpoint.checkpoint_files import SavedCheckpoint
-from paragrad.trainer.first_step.setup import prepare_step
+from paragrad.trainer.step_observer import StepResult
 
 ZERO_RATE = (
     "the rate is 0, and stays so in a round: its clients train for nothing; let the warm-up begin "
@@ -63,17 +63,15 @@ class RoundTraining(TrainingLoop):
         super().__init__(*arguments)
         rounds = self.validated_run.rounds
         job = self.validated_run.job
-        trainer = self.trainer
         assert rounds is not None
         self.rounds: ClientRounds = rounds
         self.epochs = rounds.count
         self.steps = rounds.round_starts[-1]
         self.finished_rounds = 0
-        # The scheduler is stepped between rounds, not by the trainer.
-        self.scheduler = trainer.scheduler
-        trainer.scheduler = None
+        self.scheduler = self.training.state.scheduler
+        self.training.state.leave_scheduler_to_loop()
         self.samples = Samples(
-            self.train_dataset, job.seed, job.collate, LOADING_PATIENCE * trainer.world.timeout
+            self.train_dataset, job.seed, job.collate, LOADING_PATIENCE * self.trainer.world.timeout
         )
         self.has_returned_client = False
         self.failure_cause = ""
@@ -81,8 +79,8 @@ class RoundTraining(TrainingLoop):
     @property
     def exchange(self) -> FederatedExchange:
         """The exchange of the clients' weights."""
-        assert isinstance(self.trainer.exchange, FederatedExchange)
-        return self.trainer.exchange
+        assert isinstance(self.training.exchange, FederatedExchange)
+        return self.training.exchange
 
     @property
     def progress(self) -> int:
@@ -105,9 +103,10 @@ class RoundTraining(TrainingLoop):
             self.saved_progress = self.finished_rounds
             # A checkpoint of another strategy may be of an earlier step.
             self._advance_scheduler(saved.step, self.serial_steps)
-        self.trainer.steps = self.rounds.round_starts[self.finished_rounds]
+        self.training.state.move_to(self.rounds.round_starts[self.finished_rounds])
         if self.finished_rounds < self.rounds.count:
-            self._set_up_exchange()
+            # The model is probed on a batch of this worker's first client.
+            self.trainer.prepare_without_step(*separate_target(self._find_first_batch()))
         return self.finished_rounds, 0
 
     def _find_finished_rounds(self, saved: SavedCheckpoint) -> int:
@@ -119,7 +118,7 @@ class RoundTraining(TrainingLoop):
         if rounds is not None:
             return rounds
         finished = self.rounds.count_finished_rounds(saved.step)
-        self.trainer.log.write_choice(
+        self.training.log.write_choice(
             "rounds",
             f"from round {finished} on",
             "the first that begins after as many samples as "
@@ -128,12 +127,10 @@ class RoundTraining(TrainingLoop):
         return finished
 
     def resume_from_checkpoint(self, saved: SavedCheckpoint) -> None:
-        self.trainer.scheduler = self.scheduler
         super().resume_from_checkpoint(saved)
-        self.trainer.scheduler = None
         if self.trainer.optimizer.state:
             self.trainer.optimizer.state.clear()
-            self.trainer.log.write_choice(
+            self.training.log.write_choice(
                 "checkpoint", "without the optimizer's state", "every client's optimizer is fresh"
             )
 
@@ -145,20 +142,9 @@ class RoundTraining(TrainingLoop):
         saved = self.validated_run.resume_checkpoint
         return saved is not None and "rounds" in saved.state and super().finish_resumed_epoch(epoch)
 
-    def _set_up_exchange(self) -> None:
-        """Probe the model on a batch of this worker's first client, and build the exchange.
-
-        Collective.
-        """
-        try:
-            inputs, target = separate_target(self._find_first_batch())
-            prepare_step(self.trainer, self.trainer.feed.take_batch(inputs, target), inputs, target)
-        except Exception as error:
-            raise self.trainer.report_failure(error) from error
-
     def _find_first_batch(self) -> Any:
         """Return the first batch that can be read, of this worker's clients if possible."""
-        own_worker = self.trainer.samples_world.rank
+        own_worker = self.training.setup.samples_world.rank
         failure = StepFailed("there are no clients")
         for client in sorted(
             range(len(self.rounds.clients)),
@@ -177,57 +163,75 @@ class RoundTraining(TrainingLoop):
         raise failure
 
     # ---- a round -----------------------------------------------------------------------------
-    def train_epoch(self, epoch: int, start: int) -> bool:
-        trainer = self.trainer
+    def train_segment(self, segment: int) -> bool:
+        """Train the clients of a round on their workers, and average their weights.
+
+        Args:
+            segment: The round.
+
+        Returns:
+            True: a stop is looked for when the round has ended.
+        """
+        training = self.training
         exchange = self.exchange
         rounds = self.rounds
-        turns = rounds.plan_turns(epoch)
+        turns = rounds.plan_turns(segment)
         exchange.begin_round(len(turns))
         if self.scheduler is not None and not any(
             float(group["lr"]) for group in exchange.central_optimizer.param_groups
         ):
-            trainer.log.write_event(IDLE_ROUND, f"round {epoch}: {ZERO_RATE}", round=epoch)
+            training.log.write_event(IDLE_ROUND, f"round {segment}: {ZERO_RATE}", round=segment)
         for place, turn in enumerate(turns):
-            if rounds.client_workers[turn.client] == trainer.samples_world.rank:
+            if rounds.client_workers[turn.client] == training.setup.samples_world.rank:
                 try:
-                    self._train_client(turn, epoch)
+                    self._train_client(turn, segment)
                     exchange.end_client(place, len(rounds.clients[turn.client]))
                 except Exception as error:
-                    self._record_lost_client(place, turn, epoch, error)
-        trainer.optimizer = exchange.central_optimizer
-        trainer.steps = rounds.round_starts[epoch + 1]
-        exchange.stop_requested = trainer.world.stop.is_set()
+                    self._record_lost_client(place, turn, segment, error)
+        training.state.use_optimizer(exchange.central_optimizer)
+        training.state.move_to(rounds.round_starts[segment + 1])
+        exchange.request_stop(training.world.stop.is_set())
         try:
-            with explain_timeout(f"clients of round {epoch} train on other workers"):
+            with explain_timeout(f"clients of round {segment} train on other workers"):
                 counts = exchange.average_clients()
             self._advance_scheduler(
-                rounds.count_serial_steps(epoch), rounds.count_serial_steps(epoch + 1)
+                rounds.count_serial_steps(segment), rounds.count_serial_steps(segment + 1)
             )
         except Exception as error:
-            raise trainer.report_failure(error) from error
+            raise training.report_failure(error) from error
         # The spans recorded since then belong to no step.
-        trainer.log.write_failed_step(trainer.steps - 1)
-        self._record_round(turns, counts, epoch)
+        training.log.write_failed_step(training.state.steps - 1)
+        self._record_round(turns, counts, segment)
         return True
 
     def _train_client(self, turn: ClientTurn, round_number: int) -> None:
-        trainer = self.trainer
+        training = self.training
         exchange = self.exchange
-        trainer.steps = turn.first_step
-        with use_seeded_generators(f"client {trainer.seed} {round_number} {turn.client}"):
+        training.state.move_to(turn.first_step)
+        with use_seeded_generators(f"client {training.seed} {round_number} {turn.client}"):
             exchange.begin_client()
             # An optimizer may keep the weights with which it begins.
-            exchange.optimizer = self._make_client_optimizer(exchange.central_optimizer)
-            trainer.optimizer = exchange.optimizer
-            rate = trainer.optimizer.param_groups[0]["lr"]
+            optimizer = self._make_client_optimizer(exchange.central_optimizer)
+            exchange.use_optimizer(optimizer)
+            training.state.use_optimizer(optimizer)
             with contextlib.closing(self._load_client_batches(turn, round_number)) as batches:
-                for batch in batches:
-                    result = trainer.step(*separate_target(batch))
-                    self.write_scalars(trainer.steps, loss=result.loss, lr=rate)
-                    self.report_step(round_number, result.loss)
-        self.peak_optimizer_bytes = max(
-            self.peak_optimizer_bytes, count_state_bytes(trainer.optimizer)
-        )
+                self.train_batches(round_number, batches)
+        self.peak_optimizer_bytes = max(self.peak_optimizer_bytes, count_state_bytes(optimizer))
+
+    def end_step(self, segment: int, result: StepResult, rate: float) -> bool:
+        """Report the step of a client.
+
+        Args:
+            segment: The round.
+            result: The result of the step.
+            rate: The learning rate before the step.
+
+        Returns:
+            True: a client trains to the end of its samples.
+        """
+        self.write_scalars(self.trainer.steps, loss=result.loss, lr=rate)
+        self.report_step(segment, result.loss)
+        return True
 
     def _make_client_optimizer(self, central: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Build the job's optimizer, with the rates of this round if a scheduler sets them."""
@@ -255,7 +259,7 @@ class RoundTraining(TrainingLoop):
             )
             for client_batch in self.rounds.iterate_client_batches(turn, round_number)
         )
-        yield from self.trainer.feed.iterate_batches(
+        yield from self.training.feed.iterate_batches(
             self.samples, batches, self.validated_run.settings.loaders
         )
 
@@ -266,7 +270,7 @@ class RoundTraining(TrainingLoop):
         self.failure_cause = (
             f"client {turn.client} in round {round_number}: {describe_error(error)}"
         )
-        self.trainer.log.write_event(
+        self.training.log.write_event(
             CLIENT_LOST,
             f"{self.failure_cause}; the round's mean is over the others",
             round=round_number,
@@ -279,7 +283,7 @@ class RoundTraining(TrainingLoop):
         lost = [turn.client for turn, count in zip(turns, counts, strict=True) if count < 0]
         self.has_returned_client |= len(lost) < len(turns)
         if len(lost) == len(turns):
-            self.trainer.log.write_event(
+            self.training.log.write_event(
                 NO_CLIENT_RETURNED,
                 f"round {round_number}: no client came back; the weights stay",
                 round=round_number,
@@ -296,14 +300,13 @@ class RoundTraining(TrainingLoop):
         if self.scheduler is None:
             return
         for step in range(begin, end):
-            # Schedulers warn if the optimizer has made no step.
-            self.trainer.optimizer._opt_called = True  # type: ignore[attr-defined]
-            self.trainer.draw_alike("schedule", step, self.scheduler.step)
+            self.training.state.allow_early_scheduling()
+            self.training.draw_alike("schedule", step, self.scheduler.step)
 
     # ---- between rounds ----------------------------------------------------------------------
-    def end_epoch(self, epoch: int, start_time: float) -> bool:
+    def end_segment(self, segment: int, start_time: float) -> bool:
         interval = self.validated_run.settings.save
-        is_over = super().end_epoch(epoch, start_time) or self.status == "stopped"
+        is_over = super().end_segment(segment, start_time) or self.status == "stopped"
         if (
             not is_over
             and interval
@@ -317,14 +320,14 @@ class RoundTraining(TrainingLoop):
             causes = self.trainer.world.broadcast_object(
                 self.trainer.world.gather_objects(self.failure_cause)
             )
-            raise self.trainer.report_failure(
+            raise self.training.report_failure(
                 StepFailed(ALL_CLIENTS_LOST.format(next(filter(None, causes))))
             )
         return is_last
 
     def get_sent_counts(self, what: str) -> dict[str, Any]:
         """Return what the averaging and the test sent; a checkpoint sends nothing."""
-        exchange = self.trainer.exchange
+        exchange = self.training.setup.exchange
         if exchange is None or what != TEST_TRAFFIC:
             return {}
         if self.test_dataset is not None and self.trainer.world.size > 1:
@@ -337,16 +340,14 @@ class RoundTraining(TrainingLoop):
 
     def is_stop_requested(self) -> bool:
         """Return whether a stop was requested at the last averaging."""
-        return self.trainer.exchange is not None and self.exchange.stop_requests > 0
+        return self.training.setup.exchange is not None and self.exchange.stop_requests > 0
 
     def save_progress(self) -> None:
         """Save a checkpoint of the finished rounds under the corresponding step of serial."""
         client_steps = self.trainer.steps
-        self.trainer.steps = self.serial_steps
-        self.trainer.scheduler = self.scheduler
+        self.training.state.move_to(self.serial_steps)
         self.checkpoint_fields = {"rounds": self.finished_rounds}
         try:
             super().save_progress()
         finally:
-            self.trainer.steps = client_steps
-            self.trainer.scheduler = None
+            self.training.state.move_to(client_steps)

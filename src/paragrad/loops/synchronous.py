@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, tensor
 
-from paragrad.datasets.loading import Dataset, separate_target
+from paragrad.datasets.loading import Dataset
 from paragrad.engine.exchange import CHECKPOINT_TRAFFIC, TEST_TRAFFIC
 from paragrad.engine.optimizer.modes import use_optimizer_eval_mode
 from paragrad.errors import StepFailed
 from paragrad.jobs.job import open_dataset
+from paragrad.loops.loop import BatchLoop
 from paragrad.loops.restart import resume_from_servers, use_temporary_exchange
 from paragrad.parallel.server.endpoints import ServerEndpoints
 from paragrad.record.cpu_load import CpuMeter
@@ -25,12 +26,10 @@ from paragrad.runtime.world import World
 from paragrad.trainer.checkpoint import trainer_snapshot
 from paragrad.trainer.checkpoint.checkpoint_files import SavedCheckpoint, find_recorded_epoch
 from paragrad.trainer.checkpoint.tensor_files import save_weights
-from paragrad.trainer.first_step.setup import (
-    dismiss_run_servers,
-    run_parameter_server,
-    set_up_exchange,
-)
+from paragrad.trainer.server_rank import dismiss_run_servers, run_parameter_server
+from paragrad.trainer.step_observer import StepResult
 from paragrad.trainer.trainer import Trainer
+from paragrad.trainer.training import Training
 from paragrad.validation import resume_check
 from paragrad.validation.validate import ValidatedRun
 
@@ -83,7 +82,8 @@ def train_rank(
             validation_probe=validated_run.inspection.probe,
             exchange_options=replace(settings.exchange_options, endpoints=endpoints),
         )
-        trainer.log.always_detailed = settings.trace is not None
+        if settings.trace is not None:
+            trainer.training.log.write_all_details()
         try:
             loop = (loop_class or TrainingLoop)(
                 trainer,
@@ -96,11 +96,11 @@ def train_rank(
             cpu = CpuMeter()
             status = loop.run_training()
             record.write_line("cpu", **cpu.measure_usage())
-            log_memory(trainer, loop.peak_optimizer_bytes)
+            log_memory(trainer.training, loop.peak_optimizer_bytes)
             if not trainer.is_server:
                 if status == "finished":
                     save_trained_model(trainer, folder / "model.safetensors")
-                dismiss_run_servers(trainer)
+                dismiss_run_servers(trainer.training)
             status = world.broadcast_object(status)  # Servers have no status of their own.
         finally:
             trainer.close()
@@ -118,10 +118,10 @@ def save_trained_model(trainer: Trainer, path: Path) -> None:
     """
     # Sharded parameters are gathered on rank 0 only. The evaluation weights of a test would be
     # gathered on every rank.
-    sharded = trainer.exchange is not None and trainer.exchange.shard_layout is not None
+    setup = trainer.training.setup
     with (
-        use_optimizer_eval_mode(trainer.optimizer, trainer.all_parameters)
-        if sharded
+        use_optimizer_eval_mode(trainer.optimizer, list(setup.trained_tensors))
+        if setup.exchange is not None and setup.exchange.shard_layout is not None
         else trainer.use_evaluation_weights()
     ):
         model = trainer.gather_model()
@@ -135,12 +135,10 @@ def save_trained_model(trainer: Trainer, path: Path) -> None:
             partial.rename(path)
 
 
-class TrainingLoop:
+class TrainingLoop(BatchLoop[int]):
     """The loop over a job's epochs on one rank, with a test after each epoch.
 
     Attributes:
-        trainer: The trainer of this rank.
-
         validated_run: The validated job, strategy and settings.
 
         folder: The folder of the run.
@@ -165,6 +163,8 @@ class TrainingLoop:
 
         epochs: The number of epochs.
 
+        start: (epoch, step of it) at which the training starts.
+
         status: "finished" or "stopped".
 
         saved_progress: The progress of the last checkpoint, or None.
@@ -185,7 +185,7 @@ class TrainingLoop:
         report_progress: Progress,
         write_scalars: Callable[..., None],
     ) -> None:
-        self.trainer = trainer
+        super().__init__(trainer)
         self.validated_run = validated_run
         self.folder = folder
         self.record = record
@@ -201,9 +201,10 @@ class TrainingLoop:
         )
         self.steps_per_epoch = validated_run.inspection.order.steps
         # A resumed run may begin with a test, before any step sets the batch size.
-        trainer.batch_size = min(job.batch, validated_run.inspection.samples)
+        self.training.state.use_batch_size(min(job.batch, validated_run.inspection.samples))
         self.steps = min(settings.limit or 2**62, job.epochs * self.steps_per_epoch)
         self.epochs = job.epochs
+        self.start = (0, 0)
         self.status = "finished"
         self.saved_progress: int | None = None
         self.peak_optimizer_bytes = 0
@@ -216,29 +217,24 @@ class TrainingLoop:
         if self.validated_run.resume_checkpoint is not None:
             self.resume_from_checkpoint(self.validated_run.resume_checkpoint)
         if self.trainer.is_server:
-            run_parameter_server(self.trainer)
+            run_parameter_server(self.training)
             return self.status
-        if (
-            endpoints := self.trainer.exchange_options.endpoints
-        ) is not None and endpoints.step is not None:
+        endpoints = self.training.options.exchange_options.endpoints
+        if endpoints is not None and endpoints.step is not None:
             resume_from_servers(
-                self.trainer, self.validated_run.inspection.order, self.folder, endpoints
+                self.training, self.validated_run.inspection.order, self.folder, endpoints
             )
             self.save_due_checkpoint()
-        first, start = self.find_start(self.validated_run.resume_checkpoint)
+        self.start = self.find_start(self.validated_run.resume_checkpoint)
         is_over = self.has_reached_limit
-        if first and not start and not is_over:
-            with use_temporary_exchange(self.trainer):
-                is_over = self.finish_resumed_epoch(first - 1)
-        for epoch in range(first, self.epochs) if not is_over else ():
-            start_time = self.record.now()
-            if not self.train_epoch(epoch, start if epoch == first else 0) or self.end_epoch(
-                epoch, start_time
-            ):
-                break
+        if self.start[0] and not self.start[1] and not is_over:
+            with use_temporary_exchange(self.training):
+                is_over = self.finish_resumed_epoch(self.start[0] - 1)
+        if not is_over:
+            self.train_segments()
         # If no step is left after a recovery, no step has set up the exchange.
-        if endpoints is not None and self.trainer.exchange is None:
-            set_up_exchange(self.trainer, False, None)
+        if endpoints is not None and self.training.setup.exchange is None:
+            self.training.set_up_exchange()
         if settings.save and self.status == "finished":
             self.save_progress()
         # The goal was reached before the last step.
@@ -254,7 +250,7 @@ class TrainingLoop:
         if (self.folder / f"checkpoint-{steps:08}").is_dir():
             self.saved_progress = steps
         elif interval and steps and steps % interval == 0:
-            with use_temporary_exchange(self.trainer):
+            with use_temporary_exchange(self.training):
                 self.save_progress()
 
     @property
@@ -276,40 +272,55 @@ class TrainingLoop:
         """Return (epoch, step of it) at which the training starts."""
         return divmod(self.trainer.steps, self.steps_per_epoch)
 
-    def train_epoch(self, epoch: int, start: int) -> bool:
+    def iterate_segments(self) -> Iterator[int]:
+        """Yield the epochs."""
+        yield from range(self.start[0], self.epochs)
+
+    def train_segment(self, segment: int) -> bool:
         """Train to the end of an epoch.
 
         Args:
-            epoch: The epoch.
-            start: The step of the epoch at which to start.
+            segment: The epoch.
 
         Returns:
             False if the run ends before the end of the epoch.
         """
-        settings = self.validated_run.settings
-        job = self.validated_run.job
-        for batch in self.trainer.batches(
-            self.train_dataset, job.batch, epoch, start=start, loaders=settings.loaders
-        ):
-            rate = self.trainer.optimizer.param_groups[0]["lr"]
-            result = self.trainer.step(*separate_target(batch))
-            self.write_scalars(self.trainer.steps, loss=result.loss, lr=rate)
-            self.report_step(epoch, result.loss)
-            if result.stop:
-                self.status = "stopped"
-                self.save_progress()
-                return False
-            if settings.save and self.trainer.steps % settings.save == 0:
-                self.save_progress()
-            if self.has_reached_limit:
-                return False
-        return True
+        batches = self.trainer.batches(
+            self.train_dataset,
+            self.validated_run.job.batch,
+            segment,
+            start=self.start[1] if segment == self.start[0] else 0,
+            loaders=self.validated_run.settings.loaders,
+        )
+        return self.train_batches(segment, batches)
 
-    def end_epoch(self, epoch: int, start_time: float) -> bool:
+    def end_step(self, segment: int, result: StepResult, rate: float) -> bool:
+        """Report a step, and save if a checkpoint is due or a stop is requested.
+
+        Args:
+            segment: The epoch.
+            result: The result of the step.
+            rate: The learning rate before the step.
+
+        Returns:
+            False if the run ends.
+        """
+        self.write_scalars(self.trainer.steps, loss=result.loss, lr=rate)
+        self.report_step(segment, result.loss)
+        if result.stop:
+            self.status = "stopped"
+            self.save_progress()
+            return False
+        interval = self.validated_run.settings.save
+        if interval and self.trainer.steps % interval == 0:
+            self.save_progress()
+        return not self.has_reached_limit
+
+    def end_segment(self, segment: int, start_time: float) -> bool:
         """Run the test after an epoch, and record the epoch.
 
         Args:
-            epoch: The epoch.
+            segment: The epoch.
             start_time: The time at which the epoch began, in seconds of the record's clock.
 
         Returns:
@@ -326,7 +337,7 @@ class TrainingLoop:
         sent = self.get_sent_counts(TEST_TRAFFIC)
         self.record.write_line(
             "epoch",
-            epoch=epoch,
+            epoch=segment,
             test=test,
             start=round(start_time, 6),
             seconds=round(self.record.now() - start_time, 6),
@@ -343,7 +354,7 @@ class TrainingLoop:
 
     def get_sent_counts(self, what: str) -> dict[str, Any]:
         """Return what was sent outside of steps, for tests or checkpoints."""
-        exchange = self.trainer.exchange
+        exchange = self.training.setup.exchange
         return {
             kind: number
             for kind, number in (exchange.sent_bytes if exchange else {}).items()
@@ -374,7 +385,7 @@ class TrainingLoop:
             or (saved and saved.find_epoch_record(epoch, trains_clients))
         )
         if line is None:
-            return self.end_epoch(epoch, self.record.now())
+            return self.end_segment(epoch, self.record.now())
         return self.validated_run.settings.has_reached_goal(line["test"])
 
     def report_step(self, epoch: int, loss: float) -> None:
@@ -404,7 +415,7 @@ class TrainingLoop:
                 f"this rank found another checkpoint in {saved.folder} than rank 0; put the run "
                 "where all hosts see it"
             )
-        trainer_snapshot.restore_snapshot(self.trainer, saved)
+        trainer_snapshot.restore_snapshot(self.training, saved)
         self.saved_progress = self.progress
 
     def save_progress(self) -> None:
@@ -421,29 +432,27 @@ class TrainingLoop:
         self.saved_progress = self.progress
 
 
-def log_memory(trainer: Trainer, other_optimizer_bytes: int = 0) -> None:
+def log_memory(training: Training, other_optimizer_bytes: int = 0) -> None:
     """Write the bytes that a rank holds to the record.
 
     Args:
-        trainer: The trainer.
+        training: The training of the rank.
         other_optimizer_bytes: The most bytes of state that earlier optimizers had.
     """
-    exchange = trainer.exchange
-    activations = trainer.passes.peak_bytes if trainer.passes else 0
+    setup, exchange = training.setup, training.setup.exchange
+    activations = setup.passes.peak_bytes if setup.passes else 0
     # Passes of the user measure nothing; the probe's value is used.
-    if not activations and not trainer.layout.is_partitioned:
-        activations = trainer.activation_bytes
-    trainer.log.write_memory(
-        parameters=_count_tensor_bytes(trainer.parameters.values())
+    if not activations and not setup.layout.is_partitioned and setup.probe is not None:
+        activations = setup.probe.activation_bytes
+    training.log.write_memory(
+        parameters=_count_tensor_bytes(setup.parameters.values())
         // (exchange.sharing_ranks if exchange else 1),
-        optimizer=max(other_optimizer_bytes, count_state_bytes(trainer.optimizer)),
+        optimizer=max(other_optimizer_bytes, count_state_bytes(training.state.optimizer)),
         gradients=_count_tensor_bytes(
-            each for each in trainer.parameters.values() if each.requires_grad
+            each for each in setup.parameters.values() if each.requires_grad
         ),
         # Without a measurement, the field is left out.
-        **(
-            {"activations": activations} if activations or not trainer.layout.is_partitioned else {}
-        ),
+        **({"activations": activations} if activations or not setup.layout.is_partitioned else {}),
         exchange=exchange.peak_bytes if exchange else 0,
     )
 

@@ -6,10 +6,12 @@ A module is imported when it is used.
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from paragrad.engine.exchange import Exchange, ExchangeOptions, NoExchange, Replica
@@ -188,6 +190,34 @@ def build_model_shard(
                 )
             shard = factor_shard.compose_with(shard)
     return shard
+
+
+def check_equal_schedules(world: World, strategy: Strategy) -> None:
+    """Check that all ranks have the same schedules.
+
+    Collective. A program is a function of (rank, size) alone, and every process generates it.
+
+    Args:
+        world: The ranks.
+        strategy: The resolved strategy.
+
+    Raises:
+        StepFailed: If a rank has another program.
+    """
+    for plan in strategy.plan_schedules():
+        # If there are many ranks, only some of their programs are compared.
+        ranks = range(0, plan.size, max(1, plan.size // 32))
+        text = repr([list(plan.schedule.program(rank, plan.size)) for rank in ranks])
+        digest = torch.frombuffer(
+            bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8
+        ).long()
+        for rank, other_digest in enumerate(world.all_gather(digest)):
+            if not torch.equal(other_digest, digest):
+                raise StepFailed(
+                    f"{plan.schedule} has another program on rank {rank} than on rank "
+                    f"{world.rank}: it is to be a function of (rank, size) alone, not of the "
+                    "process, its environment or chance"
+                )
 
 
 def build_exchange(

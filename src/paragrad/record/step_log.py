@@ -40,6 +40,18 @@ class StepLog:
         self.last_fields: dict[str, str] = {}
         self.last_span_names: list[tuple[str, str, int | None]] = []
 
+    def write_all_details(self) -> None:
+        """Write all steps in detail from here on."""
+        self.always_detailed = True
+
+    def forget_spans(self, count: int) -> None:
+        """Forget the spans of the current step, except the first ones.
+
+        Args:
+            count: The number of spans that stay.
+        """
+        del self.spans[count:]
+
     def now(self) -> float:
         """Return the seconds since the start of the run."""
         return self.recorder.now() if self.recorder else 0.0

@@ -87,6 +87,16 @@ class BatchFeed:
             if self.pending_batch is batch:
                 self.untaken_tensors.update(dict.fromkeys(list_batch_tensors(loaded)))
 
+    def repeat_batch(self, samples: Samples | None, loaded_batch: Any) -> None:
+        """Take over a batch that another feed gave.
+
+        Args:
+            samples: The source of the samples.
+            loaded_batch: The tensors of the batch, or None if `step` received other ones.
+        """
+        self.samples = samples
+        self.loaded_batch = loaded_batch
+
     def take_batch(self, inputs: Any, target: Any) -> Batch:
         """Return the batch that was given last, once.
 

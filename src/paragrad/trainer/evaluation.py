@@ -12,19 +12,13 @@ import torch
 from torch import Tensor
 
 from paragrad.datasets.loader_processes import load_batches
-from paragrad.datasets.loading import (
-    Samples,
-    call_model,
-    clone_batch,
-    convert_batch,
-    separate_target,
-)
+from paragrad.datasets.loading import Samples, clone_batch, convert_batch, separate_target
 from paragrad.engine.layout import Layout
 from paragrad.engine.passes import Passes
 from paragrad.engine.probe import use_model_eval_mode
 from paragrad.engine.state.preserve_state import preserve_all_state
 from paragrad.errors import StepFailed, describe_error
-from paragrad.jobs.loss import LossModule
+from paragrad.jobs.loss import LossModule, call_model
 from paragrad.runtime.world import World
 from paragrad.schedules.actions import split_evenly
 from paragrad.strategies.shares import Division, count_largest_micro_batch

@@ -20,7 +20,6 @@ from paragrad.engine.rng.draws import Draws
 from paragrad.engine.state import shared_initialization
 from paragrad.engine.state.values import is_same_value
 from paragrad.errors import StepFailed
-from paragrad.jobs.job import TRAINED_MODELS, Job
 from paragrad.jobs.loss import LossModule
 from paragrad.parallel.registry import (
     build_model_shard,
@@ -28,7 +27,7 @@ from paragrad.parallel.registry import (
     is_builtin_technique,
     select_factors,
 )
-from paragrad.runtime.world import CPU, World
+from paragrad.runtime.world import World
 from paragrad.strategies.strategy import (
     PER_ELEMENT,
     PER_TENSOR,
@@ -36,9 +35,7 @@ from paragrad.strategies.strategy import (
     WHOLE_MODEL,
     Strategy,
 )
-from paragrad.trainer.pace import Pace
 from paragrad.trainer.parameter_access import refuse_parameter_views
-from paragrad.trainer.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -103,54 +100,6 @@ def is_shared_per_host(strategy: Strategy, world: World) -> bool:
         world: The ranks.
     """
     return has_model_shards(strategy) and world.size > 1 and world.device.type == "cpu"
-
-
-def build_trainer_arguments(
-    world: World, job: Job, strategy: Strategy, settings: Settings
-) -> dict[str, Any]:
-    """Build the arguments of a Trainer for a job: model, optimizer, and the options of the job.
-
-    Collective. A server holds its parameters on the CPU, from where messages are sent.
-
-    Args:
-        world: The ranks.
-        job: The job.
-        strategy: The resolved strategy.
-        settings: The settings.
-
-    Returns:
-        The arguments by the names of Trainer's parameters.
-    """
-    if strategy.servers and world.size == strategy.size and strategy.is_server(world.rank):
-        world = replace(world, device=CPU)
-    if is_shared_per_host(strategy, world):
-        initial_model = shared_initialization.build_shared_model(world, job.build_model_to_train)
-        TRAINED_MODELS.add(initial_model.model)
-    else:
-        initial_model = shared_initialization.InitialModel(
-            job.build_model_to_train().to(world.device)
-        )
-    optimizer = job.optimizer(initial_model.model.parameters())
-    return {
-        "world": world,
-        "model": initial_model.model,
-        "loss": job.build_loss(world.device),
-        "optimizer": optimizer,
-        "seed": job.seed,
-        "loss_checked": True,
-        "scheduler": job.scheduler(optimizer) if job.scheduler else None,
-        "clip_norm": job.clip_norm,
-        "autocast": job.autocast,
-        "collate": job.collate,
-        "dtype": job.parameter_dtype,
-        "initial_model": initial_model,
-        "exchange_options": settings.exchange_options,
-        "reverse": settings.reverse,
-        "skip_first_step_check": settings.skip_first_step_check,
-        "noise_interval": settings.noise_scale or 0,
-        "has_tests": job.test is not None,
-        "pace": Pace(settings.slow_ranks, job.seed, world.rank, world.device.type != "cpu"),
-    }
 
 
 def build_model_partition(

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from paragrad.datasets.loading import call_model
 from paragrad.engine.layout import Layout, remove_model_values
 from paragrad.engine.passes import Passes
 from paragrad.engine.state.empty_parameter import NO_VALUES_MESSAGE
@@ -30,7 +29,7 @@ from paragrad.engine.state.preserve_state import (
 )
 from paragrad.engine.state.values import is_same_value, make_restorer
 from paragrad.errors import StepFailed
-from paragrad.jobs.loss import LossModule
+from paragrad.jobs.loss import LossModule, call_model
 
 # _flat_weights is an LSTM's attribute; the LSTM updates it with new parameters.
 PARAMETER_CONTAINERS = {"_parameters", "_buffers", "_modules", "_flat_weights"}

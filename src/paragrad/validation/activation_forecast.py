@@ -149,7 +149,7 @@ def forecast_activations(
         }
         sizes = [len(each.positions) for each in batch.micro_batches if each.positions]
         module = LossModule(job.build_model(), job.build_loss())
-        module.has_traced_divisor = inspection.probe.weight_known
+        module.adopt_findings(inspection.probe.weight_known, module.is_linear)
         try:
             if parts is None:
                 memory_by_size = {

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paragrad.datasets.loading import call_model, convert_batch, separate_target, slice_batch
+from paragrad.datasets.loading import convert_batch, separate_target, slice_batch
 from paragrad.engine import batch_norm
 from paragrad.engine.state.preserve_state import preserve_module_state
 from paragrad.jobs.job import CPU, Job, open_dataset
-from paragrad.jobs.loss import LossModule
+from paragrad.jobs.loss import LossModule, call_model
 from paragrad.runtime.generators import keep_generators
 from paragrad.runtime.world import World
 

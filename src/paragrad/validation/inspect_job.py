@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from paragrad.datasets.loading import (
     Dataset,
     WholeBatch,
-    call_model,
     clone_batch,
     convert_batch,
     explain_whole_batch,
@@ -37,7 +36,7 @@ from paragrad.engine.rng.draws import Draws
 from paragrad.engine.state.preserve_state import list_replaced_parameters, preserve_module_state
 from paragrad.errors import Refused, StepFailed, describe_error
 from paragrad.jobs.job import CPU, DTYPES, Job, open_dataset
-from paragrad.jobs.loss import LossModule, describe_bad_loss
+from paragrad.jobs.loss import LossModule, call_model, describe_bad_loss
 from paragrad.jobs.precision import convert_model
 from paragrad.optim.rate_scaling import rescale_job
 from paragrad.runtime.generators import fingerprint_generators, keep_generators

@@ -12,9 +12,10 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from paragrad.datasets.loading import call_model, clone_batch
+from paragrad.datasets.loading import clone_batch
 from paragrad.engine.probe import use_model_eval_mode
 from paragrad.errors import Refused
+from paragrad.jobs.loss import call_model
 from paragrad.trainer.evaluation import call_without_gradients
 
 

@@ -406,6 +406,57 @@ def check_seen_draws(draws: Draws, is_inspected: bool) -> Iterator[None]:
         )
 
 
+class ReplicatedDraws:
+    """Runs functions that must draw the same random numbers on all ranks, and as one worker does.
+
+    An example is an optimizer step, which every rank runs itself. The generators start from (seed,
+    step). If the first call with a name draws nothing, later calls with that name cost nothing.
+
+    Args:
+        seed: The seed of the job.
+        device: Device of the parameters.
+
+    Attributes:
+        seed: The seed of the job.
+        cuda_generator: The generator of the device, or None on the CPU.
+        has_draws: For each name, whether its first call drew numbers.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.seed = seed
+        self.cuda_generator = (
+            torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else None
+        )
+        self.has_draws: dict[str, bool] = {}
+
+    def __call__(self, name: str, step: int, function: Callable[[], Any]) -> None:
+        if not self.has_draws.get(name, True):
+            function()
+            return
+        with use_seeded_generators(f"{name} {self.seed} {step}"), self._seed_cuda_generator():
+            states_before = self._read_generator_states()
+            function()
+            self.has_draws.setdefault(name, self._read_generator_states() != states_before)
+
+    @contextlib.contextmanager
+    def _seed_cuda_generator(self) -> Iterator[None]:
+        """Seed the generator of the device like torch's CPU generator; restore it afterwards."""
+        saved_state = self.cuda_generator and self.cuda_generator.get_state()
+        if self.cuda_generator is not None:
+            self.cuda_generator.manual_seed(torch.default_generator.initial_seed())
+        try:
+            yield
+        finally:
+            if self.cuda_generator is not None:
+                self.cuda_generator.set_state(saved_state)
+
+    def _read_generator_states(self) -> Any:
+        return (
+            fingerprint_generators(),
+            self.cuda_generator and self.cuda_generator.get_state().numpy().tobytes(),
+        )
+
+
 # ---- find the draws of a forward pass --------------------------------------------------------
 def inspect_draws(forward: Callable[[int], object]) -> Draws:
     """Find the draws of a forward pass, from a run on two samples and one on three.

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_map_only
 
-from paragrad.datasets.loading import call_model, clone_batch
+from paragrad.datasets.loading import clone_batch
 from paragrad.engine.layout import ShardSpec
 from paragrad.engine.model_shard import ModelShard
 from paragrad.engine.state.preserve_state import preserve_all_state
 from paragrad.errors import StepFailed
-from paragrad.jobs.loss import LossModule
+from paragrad.jobs.loss import LossModule, call_model
 from paragrad.parallel.branch.branch_detection import ModelBranch, assign_branches, time_forks
 from paragrad.parallel.sharding.autograd_collectives import AxisGroup, FakeGroup, SplitOptions
 from paragrad.parallel.tensor.function_patches import (

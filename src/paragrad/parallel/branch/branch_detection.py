@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from paragrad.datasets.loading import call_model, clone_batch
+from paragrad.datasets.loading import clone_batch
 from paragrad.engine.unwrap import get_function_name
+from paragrad.jobs.loss import call_model
 from paragrad.parallel.sharding.sharded_tensor import is_in_place
 from paragrad.parallel.tracing.tracer import track_modules
 

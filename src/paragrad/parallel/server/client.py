@@ -133,6 +133,14 @@ class ServerClient:
                 )
             self.connect_socket(socket, each, longest)
 
+    def limit_waiting(self, seconds: float) -> None:
+        """Wait no longer than this for an answer from here on.
+
+        Args:
+            seconds: The longest wait, in seconds.
+        """
+        self.seconds = min(self.seconds, seconds)
+
     def connect_socket(self, socket: zmq.Socket[bytes], address: Address, longest: int) -> None:
         """Set the options and keys of a socket and connect it.
 

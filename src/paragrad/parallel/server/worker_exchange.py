@@ -48,6 +48,7 @@ from paragrad.parallel.server.parameter_partition import (
 )
 from paragrad.parallel.server.request_handler import APPLIED
 from paragrad.parallel.server.shared_buffer import BufferReader, SharedBuffer
+from paragrad.parallel.server.work_queue import Ticket
 from paragrad.record.step_log import StepLog
 from paragrad.runtime.world import World
 from paragrad.strategies.server import Server
@@ -231,6 +232,14 @@ class WorkerExchange(Exchange):
         self.pulled_values: list[Tensor] = []
 
     # ---- in a step ---------------------------------------------------------------------------
+    def take_ticket(self, ticket: Ticket) -> None:
+        """Work for a ticket from here on.
+
+        Args:
+            ticket: The ticket.
+        """
+        self.ticket = ticket
+
     def begin(self) -> None:
         super().begin()
         self.refuse_refrozen()

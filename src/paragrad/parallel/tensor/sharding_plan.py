@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from paragrad.datasets.loading import call_model, clone_batch
+from paragrad.datasets.loading import clone_batch
 from paragrad.engine.state.preserve_state import preserve_all_state
-from paragrad.jobs.loss import LossModule
+from paragrad.jobs.loss import LossModule, call_model
 from paragrad.parallel.sharding.autograd_collectives import AxisGroup, FakeGroup, SplitOptions
 from paragrad.parallel.sharding.partition import (
     Constraint,

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn.modules import module as every_module
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from paragrad.datasets.loading import call_model, clone_batch
+from paragrad.datasets.loading import clone_batch
 from paragrad.engine.state.preserve_state import preserve_all_state
 from paragrad.engine.state.values import IMMUTABLE_TYPES
 from paragrad.errors import StepFailed, describe_error
-from paragrad.jobs.loss import LossModule
+from paragrad.jobs.loss import LossModule, call_model
 from paragrad.notation.choices import describe_unknown_name
 from paragrad.parallel.tracing.plan_builder import FixedOutputs, InputLike
 from paragrad.parallel.tracing.stage_forward import PlanFailed, StageForward

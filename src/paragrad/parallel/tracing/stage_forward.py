@@ -29,13 +29,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from paragrad.datasets.loading import call_model, clone_batch
+from paragrad.datasets.loading import clone_batch
 from paragrad.engine.probe import use_model_eval_mode
 from paragrad.engine.rng.draws import DrawRecorder
 from paragrad.engine.rng.random_kernels import use_draw_source
 from paragrad.engine.state.preserve_state import undo_forward_effects
 from paragrad.engine.state.values import is_differentiable
 from paragrad.errors import StepFailed, describe_error
+from paragrad.jobs.loss import call_model
 from paragrad.parallel.sharding.sharded_tensor import gather_whole
 from paragrad.parallel.tracing.crossing_plan import (
     DIFFERENT_PATH,

@@ -20,8 +20,8 @@ from torch.utils import checkpoint
 from torch.utils._pytree import tree_flatten
 from torch.utils.weak import WeakIdKeyDictionary
 
-from paragrad.datasets.loading import call_model
 from paragrad.errors import StepFailed
+from paragrad.jobs.loss import call_model
 from paragrad.parallel.sharding.checkpointing import checkpoint_sharded
 
 # (operation or unit of a forward that made a value, number of the output)

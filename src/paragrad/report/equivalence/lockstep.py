@@ -44,7 +44,7 @@ from paragrad.report.equivalence.reference import (
 )
 from paragrad.runtime.world import World
 from paragrad.strategies.strategy import Strategy
-from paragrad.trainer.first_step.setup import dismiss_run_servers, run_parameter_server
+from paragrad.trainer.server_rank import dismiss_run_servers, run_parameter_server
 from paragrad.trainer.settings import Settings
 from paragrad.trainer.trainer import Trainer
 
@@ -115,7 +115,7 @@ def compare_with_serial(
             comparison
             and (
                 replace(comparison.worst, why=current_reason, reference=str(comparison.reference)),
-                comparison.reference.serial.coarsest_eps,
+                comparison.reference.serial.training.setup.coarsest_eps,
             )
         )
         if difference.first is None or kind != torch.float64 or coarsest <= torch.finfo(kind).eps:
@@ -144,7 +144,7 @@ def measure_distances(
     for comparison in _step_together(
         world, job, strategy, settings, train, places, check_sameness=False
     ):
-        serial = comparison.reference.serial.parameters
+        serial = comparison.reference.serial.training.setup.parameters
         values.append(
             max(
                 list_tensor_deviations(
@@ -185,7 +185,7 @@ def _step_together(
     trainer = Trainer.build_for_job(world, job, strategy, settings, skip_first_step_check=True)
     order = job.make_order(len(train))
     comparison = None
-    trainer.batch_size = min(order.batch, order.samples)
+    trainer.training.state.use_batch_size(min(order.batch, order.samples))
     if world.rank == 0:
         comparison = TensorComparison(
             trainer,
@@ -195,7 +195,7 @@ def _step_together(
         )
     try:
         if trainer.is_server:
-            run_parameter_server(trainer)
+            run_parameter_server(trainer.training)
             return
         for fetched in trainer.iterate_batches_at(train, order, places, settings.loaders):
             trainer.step(*separate_target(fetched))
@@ -206,11 +206,11 @@ def _step_together(
             # all ranks together, because the model may be partitioned
             step_tensors = trainer.gradients(), trainer.state()
             if comparison is not None:
-                comparison.gradients, comparison.state = step_tensors
+                comparison.take_tensors(*step_tensors)
                 comparison.reference.step()
                 yield comparison
             trainer.world.barrier()  # other ranks read shared gradients until here
-        dismiss_run_servers(trainer)
+        dismiss_run_servers(trainer.training)
     finally:
         trainer.close()
 
@@ -268,11 +268,12 @@ class TensorComparison:
         self.gradients: NamedTensors = {}
         self.state: Mapping[str, Tensor] = {}
         serial = reference.serial
-        self.eps = torch.finfo(serial.dtype).eps
+        dtype = serial.training.feed.dtype
+        self.eps = torch.finfo(dtype).eps
         self.worst = Difference(
             0.0,
-            dtype=str(serial.dtype).removeprefix("torch."),
-            bound=EXACT_BOUND if serial.dtype == torch.float64 else FEW_EPS * self.eps,
+            dtype=str(dtype).removeprefix("torch."),
+            bound=EXACT_BOUND if dtype == torch.float64 else FEW_EPS * self.eps,
         )
         self.rounding: dict[str, float] = {}
         self.noise = 0.0 if reference.norm_statistics is None else 1e3 * self.eps
@@ -280,8 +281,18 @@ class TensorComparison:
         if self.noise and not isinstance(serial.optimizer, torch.optim.SGD):
             self.masks = {
                 name: torch.ones_like(tensor, dtype=torch.bool)
-                for name, tensor in serial.parameters.items()
+                for name, tensor in serial.training.setup.parameters.items()
             }
+
+    def take_tensors(self, gradients: NamedTensors, state: Mapping[str, Tensor]) -> None:
+        """Take over the tensors of the strategy's step.
+
+        Args:
+            gradients: the trainer's gradients after the step.
+            state: the trainer's parameters and buffers after the step.
+        """
+        self.gradients = gradients
+        self.state = state
 
     def compare_step(self) -> None:
         """Compare after all have made the same step."""
@@ -310,11 +321,11 @@ class TensorComparison:
             measure_deviations(self._select_comparable(state), comparable),
             measure_deviations(self._select_comparable(baseline_state), comparable),
         )
-        floor = FLOOR * find_largest_value(serial.parameters)
+        floor = FLOOR * find_largest_value(serial.training.setup.parameters)
         buffers = {
             name: serial_state[name]
             for name in state
-            if name not in serial.parameters and not self._is_excused(name)
+            if name not in serial.training.setup.parameters and not self._is_excused(name)
         }
         baseline_deviations = measure_buffer_deviations(baseline_state, buffers, floor)
         for name, deviation in measure_buffer_deviations(state, buffers, floor).items():
@@ -395,7 +406,7 @@ class TensorComparison:
     def _select_comparable(self, state: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
         """Select the parameters that can be compared."""
         if self.masks is None:
-            return {name: state[name] for name in self.reference.serial.parameters}
+            return {name: state[name] for name in self.reference.serial.training.setup.parameters}
         return {name: state[name][mask] for name, mask in self.masks.items() if mask.any()}
 
 
@@ -408,7 +419,7 @@ def check_replicas(trainer: Trainer) -> None:
     Raises:
         StepFailed: names the first tensor that differs.
     """
-    if unequal := trainer.shard_layout.find_unequal_copies(
+    if unequal := trainer.training.setup.shard_layout.find_unequal_copies(
         trainer.get_local_tensors(), trainer.world
     ):
         first, other, tensor = unequal

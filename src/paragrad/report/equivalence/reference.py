@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 
-from paragrad.datasets.loading import Dataset, call_model, clone_batch, separate_target, slice_batch
+from paragrad.datasets.loading import Dataset, clone_batch, separate_target, slice_batch
 from paragrad.engine.loss_additivity import disable_batch_statistics
 from paragrad.engine.probe import use_model_eval_mode
 from paragrad.jobs.job import Job
+from paragrad.jobs.loss import call_model
 from paragrad.jobs.precision import perturb_parameters
 from paragrad.runtime.generators import keep_generators, seed_everything
 from paragrad.runtime.world import World
@@ -65,8 +66,8 @@ class SerialReference:
         first_step = _try_serial_step(job, train, places[0], device)
         self.norm_statistics = (
             None
-            if isinstance(first_step, str) or not first_step.batch_norm.has_computed
-            else first_step.batch_norm.normalized_buffers
+            if isinstance(first_step, str) or not first_step.training.batch_norm.has_computed
+            else first_step.training.batch_norm.normalized_buffers
         )
         self.micro_count = 1 if self.norm_statistics is None else strategy.division.micro
         division_source = strategy if self.micro_count > 1 else None
@@ -107,7 +108,7 @@ class SerialReference:
             if trainer is self.serial and self.micro_count > 1:
                 self.loss_deviation = _measure_loss_deviation(trainer, *separate_target(fetched))
             with keep_generators():
-                seed_everything(trainer.seed + 1 + trainer.steps)
+                seed_everything(trainer.training.seed + 1 + trainer.steps)
                 trainer.step(*separate_target(fetched))
 
     def __str__(self) -> str:
@@ -124,16 +125,16 @@ def _measure_loss_deviation(trainer: Trainer, inputs: Any, target: Any) -> float
     The model is in eval mode, which mixes no samples. Returns None if the loss cannot be computed
     in eval mode.
     """
-    batch = trainer.feed.pending_batch
+    batch = trainer.training.feed.pending_batch
     assert batch is not None
     samples = len(batch.sample_indices)
     try:
         with (
             use_model_eval_mode(trainer.model),
-            trainer.use_autocast(),
+            trainer.training.use_autocast(),
             keep_generators(),
             disable_batch_statistics(),
-            torch.set_grad_enabled(trainer.module.uses_graph_divisor),
+            torch.set_grad_enabled(trainer.training.module.uses_graph_divisor),
         ):
             whole_batch = _compute_weighted_loss(trainer, clone_batch(inputs), target, samples)
             parts = [
@@ -160,7 +161,7 @@ def _measure_loss_deviation(trainer: Trainer, inputs: Any, target: Any) -> float
 def _compute_weighted_loss(
     trainer: Trainer, inputs: Any, target: Any, samples: int
 ) -> tuple[float, float]:
-    total, weight = trainer.module.compute_loss_sum(
+    total, weight = trainer.training.module.compute_loss_sum(
         call_model(trainer.model, inputs), target, samples
     )
     return float(total.detach()), weight

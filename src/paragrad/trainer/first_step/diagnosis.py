@@ -6,15 +6,12 @@ A message names the tensor, the difference, the most likely cause, and the repai
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from paragrad.parallel.registry import has_model_shards, is_builtin_technique
 from paragrad.strategies.shares import Division
 from paragrad.strategies.strategy import list_factors
 from paragrad.trainer.first_step.step_check import Mismatch
-
-if TYPE_CHECKING:
-    from paragrad.trainer.trainer import Trainer
+from paragrad.trainer.training import Training
 
 KIND_NAMES = {
     "buffer": "a buffer",
@@ -38,11 +35,11 @@ def explain_layout_draws(draw: str) -> str:
     )
 
 
-def describe_mismatch(trainer: Trainer, mismatches: list[Mismatch]) -> str:
+def describe_mismatch(training: Training, mismatches: list[Mismatch]) -> str:
     """Describe the first step that differs from one worker's.
 
     Args:
-        trainer: The trainer.
+        training: The training.
         mismatches: The kinds of values that differ.
     """
     # A changed parameter or changed state explains the other mismatches.
@@ -64,33 +61,36 @@ def describe_mismatch(trainer: Trainer, mismatches: list[Mismatch]) -> str:
         )
     when, consequence = (
         ("the first update", "nothing was updated")
-        if not trainer.own_steps
-        else ("this update", f"it was not made ({trainer.own_steps} were)")
+        if not training.state.own_steps
+        else ("this update", f"it was not made ({training.state.own_steps} were)")
     )
     return (
         f"not one worker's training: before {when} {subject} is {difference}; {consequence}. "
-        f"{diagnose_step(trainer, mismatches)}; {SKIP_HINT}"
+        f"{diagnose_step(training, mismatches)}; {SKIP_HINT}"
     )
 
 
-def diagnose_step(trainer: Trainer, mismatches: list[Mismatch]) -> str:
+def diagnose_step(training: Training, mismatches: list[Mismatch]) -> str:
     """Return the most likely cause of a step that differs, with the repair.
 
     Args:
-        trainer: The trainer.
+        training: The training.
         mismatches: The kinds of values that differ.
     """
     kinds = {miss.kind for miss in mismatches}
-    if trainer.exchange_options.inject_fault:
-        return f"Cause: the planted bug {trainer.exchange_options.inject_fault}"
+    if training.options.exchange_options.inject_fault:
+        return f"Cause: the planted bug {training.options.exchange_options.inject_fault}"
     if "repetition" in kinds:
         return OUTSIDE_STATE
     custom_names = [
-        factor.name for factor in list_factors(trainer.strategy) if not is_builtin_technique(factor)
+        factor.name
+        for factor in list_factors(training.setup.strategy)
+        if not is_builtin_technique(factor)
     ]
     if custom_names and kinds != {"buffer"}:
         return CUSTOM_STRATEGY.format(
-            "cut" if trainer.layout.is_partitioned else "exchange", " and ".join(custom_names)
+            "cut" if training.setup.layout.is_partitioned else "exchange",
+            " and ".join(custom_names),
         )
     if kinds == {"test"}:
         return EVAL_MODE_PATH
@@ -100,41 +100,43 @@ def diagnose_step(trainer: Trainer, mismatches: list[Mismatch]) -> str:
     moved_buffers = [
         miss.gap.tensor
         for miss in mismatches
-        if miss.kind == "buffer" and miss.gap.tensor not in trainer.batch_norm.normalized_buffers
+        if miss.kind == "buffer" and miss.gap.tensor not in training.batch_norm.normalized_buffers
     ]
     if (
         moved_buffers
-        and trainer.division.micro > 1
-        and len(trainer.division.shares) == 1
-        and not trainer.batch_norm.has_computed
+        and training.state.division.micro > 1
+        and len(training.state.division.shares) == 1
+        and not training.batch_norm.has_computed
     ):
         return FORWARD_COUNT.format(moved_buffers[0])
     if "weight" in kinds:
         return LOSS_DIVISOR
-    if "loss" in kinds and trainer.module.has_traced_divisor is False:
+    if "loss" in kinds and training.module.has_traced_divisor is False:
         return UNTRACED_MEAN
-    if hooked_names := [name for name, each in trainer.parameters.items() if each._backward_hooks]:
+    if hooked_names := [
+        name for name, each in training.setup.parameters.items() if each._backward_hooks
+    ]:
         return GRADIENT_HOOK.format(", ".join(hooked_names[:3]))
-    if kinds == {"gradient"} and not trainer.module.is_linear:
+    if kinds == {"gradient"} and not training.module.is_linear:
         return NONLINEAR_GRADIENT
     if "loss" in kinds or kinds == {"gradient"}:
-        if trainer.layout.is_partitioned and trainer.division == Division():
+        if training.setup.layout.is_partitioned and training.state.division == Division():
             # No rank has a share of the batch, so the loss cannot mix samples of different shares.
             return (
                 UNTRACED_CROSSING
                 if any(
                     has_model_shards(each) and not each.splits_layers
-                    for each in list_factors(trainer.strategy)
+                    for each in list_factors(training.setup.strategy)
                 )
                 else UNTRACED_FORWARD
             )
-        drawn_names = ", ".join(dict.fromkeys(call.name for call in trainer.draws.calls))
+        drawn_names = ", ".join(dict.fromkeys(call.name for call in training.draws.calls))
         return MIXED_SAMPLES + (
             f"; or what {drawn_names} draws is not each sample's own" if drawn_names else ""
         )
     return (
         RECOMPUTED_BATCH_NORM
-        if trainer.layout.is_partitioned and trainer.batch_norm.has_computed
+        if training.setup.layout.is_partitioned and training.batch_norm.has_computed
         else SHARE_BUFFER
     )
 

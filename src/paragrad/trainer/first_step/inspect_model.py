@@ -10,7 +10,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -28,38 +28,36 @@ from paragrad.engine.state.preserve_state import preserve_all_state
 from paragrad.errors import Refused, StepFailed
 from paragrad.runtime.allocator import return_freed_memory
 from paragrad.trainer.batch import Batch
-
-if TYPE_CHECKING:
-    from paragrad.trainer.trainer import Trainer
+from paragrad.trainer.training import Training
 
 
-def reuse_validation_probe(trainer: Trainer) -> Probe | None:
+def reuse_validation_probe(training: Training) -> Probe | None:
     """Return the probe of the validation if a probe on every rank would show no more.
 
     A new probe is needed in three cases. Buckets depend on which parameters are used. Other devices
     draw by other kernels. Calls of batch norm ask other ranks only where there are some.
 
     Args:
-        trainer: The trainer.
+        training: The training.
     """
-    probe = trainer.validation_probe
+    probe = training.options.validation_probe
     differs_by_rank = (
-        trainer.strategy.uses_buckets
-        or trainer.world.device.type != "cpu"
+        training.setup.strategy.uses_buckets
+        or training.world.device.type != "cpu"
         or (probe is not None and probe.has_batch_norm)
     )
     return None if differs_by_rank else probe
 
 
 def probe_first_micro_batch(
-    trainer: Trainer, batch: Batch, inputs: Any, target: Any
+    training: Training, batch: Batch, inputs: Any, target: Any
 ) -> tuple[Probe, bool]:
     """Probe the model by one forward and backward of a first micro-batch.
 
     Collective; all ranks agree on the result.
 
     Args:
-        trainer: The trainer.
+        training: The training.
         batch: This rank's part of the global batch.
         inputs: The inputs that `step` received.
         target: The target that `step` received.
@@ -68,31 +66,31 @@ def probe_first_micro_batch(
         (probe, as_loaded): the merged probe of all ranks, and whether `step` received on every rank
         what `batches` gave.
     """
-    world = trainer.world
-    as_loaded = is_given_as_loaded(trainer, inputs, target)
+    world = training.world
+    as_loaded = is_given_as_loaded(training, inputs, target)
     micro, inputs, target = next(batch.iterate_micro_batches(inputs, target))
-    trainer.batch_norm.samples = len(micro.positions)
+    training.batch_norm.start_micro_batch(len(micro.positions))
     own_probe = None
     failure = None
-    for is_turn in _take_turns(trainer):
+    for is_turn in _take_turns(training):
         if is_turn:
             try:
                 own_probe = _probe_on_rank(
-                    trainer, batch, inputs, target, len(micro.positions), as_loaded
+                    training, batch, inputs, target, len(micro.positions), as_loaded
                 )
             except Exception as error:
-                if trainer.shared_hosts is None:
+                if training.shared_hosts is None:
                     raise
                 # The ranks that do not probe would meet the same error. It is raised on all ranks
                 # below.
                 failure = error
-            if trainer.shared_hosts is not None:
+            if training.shared_hosts is not None:
                 return_freed_memory()  # The memory is needed by the next rank that probes.
     results = world.gather_objects(
         (
             own_probe,
             as_loaded,
-            trainer.batch_norm.per_sample_calls,
+            training.batch_norm.per_sample_calls,
             failure and StepFailed.wrap_error(failure),
         )
     )
@@ -106,55 +104,55 @@ def probe_first_micro_batch(
             set().union(*(inside_calls for _, _, inside_calls, _ in results)),
         )
     )
-    trainer.batch_norm.adopt_per_sample_calls(inside_calls)
+    training.batch_norm.adopt_per_sample_calls(inside_calls)
     return probe, as_loaded
 
 
-def _take_turns(trainer: Trainer) -> Iterator[bool]:
+def _take_turns(training: Training) -> Iterator[bool]:
     """Yield on each rank whether it probes now. Collective.
 
     All ranks probe at once, unless the ranks of a host share the model's values. One rank of each
     replica then probes, one after another: a probe needs gradients and a copy to restore.
     """
-    if trainer.shared_hosts is None:
+    if training.shared_hosts is None:
         yield True
         return
-    leader_flags = trainer.world.all_gather(torch.tensor([trainer.is_share_leader]))
-    yield from trainer.shared_hosts.take_turns(
-        trainer.world, [rank for rank, each in enumerate(leader_flags) if each]
+    leader_flags = training.world.all_gather(torch.tensor([training.world.is_first("samples")]))
+    yield from training.shared_hosts.take_turns(
+        training.world, [rank for rank, each in enumerate(leader_flags) if each]
     )
 
 
 def _probe_on_rank(
-    trainer: Trainer, batch: Batch, inputs: Any, target: Any, samples: int, as_loaded: bool
+    training: Training, batch: Batch, inputs: Any, target: Any, samples: int, as_loaded: bool
 ) -> Probe:
-    with preserve_all_state(trainer.module), trainer.batch_norm.use_probe_mode():
-        with trainer.use_autocast():
+    with preserve_all_state(training.module), training.batch_norm.use_probe_mode():
+        with training.use_autocast():
             probe = probe_model(
-                trainer.module,
+                training.module,
                 inputs,
                 target,
                 samples,
-                trainer.batch_norm,
+                training.batch_norm,
                 lambda count: _repeat_first_sample(
-                    trainer, batch, inputs, target, max(samples, 1), count, as_loaded
+                    training, batch, inputs, target, max(samples, 1), count, as_loaded
                 ),
             )
-        if not trainer.loss_checked and not probe.draws.layout_dependence:
-            _check_loss_additivity(trainer, inputs, target, samples, probe.draws)
+        if not training.options.is_validated and not probe.draws.layout_dependence:
+            _check_loss_additivity(training, inputs, target, samples, probe.draws)
     return probe
 
 
-def is_given_as_loaded(trainer: Trainer, inputs: Any, target: Any) -> bool:
+def is_given_as_loaded(training: Training, inputs: Any, target: Any) -> bool:
     """Return whether this rank's `step` received what `batches` gave.
 
     Args:
-        trainer: The trainer.
+        training: The training.
         inputs: The inputs that `step` received.
         target: The target that `step` received.
     """
     try:
-        given = list_batch_tensors(list(separate_target(trainer.feed.loaded_batch)))
+        given = list_batch_tensors(list(separate_target(training.feed.loaded_batch)))
     except Refused:  # The loaded batch is neither a pair nor a dict.
         return False
     return all(
@@ -162,23 +160,23 @@ def is_given_as_loaded(trainer: Trainer, inputs: Any, target: Any) -> bool:
     )
 
 
-def is_given_as_loaded_everywhere(trainer: Trainer, inputs: Any, target: Any) -> bool:
+def is_given_as_loaded_everywhere(training: Training, inputs: Any, target: Any) -> bool:
     """Return whether every rank's `step` received what `batches` gave. Collective.
 
     Args:
-        trainer: The trainer.
+        training: The training.
         inputs: The inputs that `step` received.
         target: The target that `step` received.
     """
     return bool(
-        trainer.world.all_reduce(
-            torch.tensor([float(is_given_as_loaded(trainer, inputs, target))]), "MIN"
+        training.world.all_reduce(
+            torch.tensor([float(is_given_as_loaded(training, inputs, target))]), "MIN"
         )
     )
 
 
 def _repeat_first_sample(
-    trainer: Trainer,
+    training: Training,
     batch: Batch,
     inputs: Any,
     target: Any,
@@ -191,42 +189,42 @@ def _repeat_first_sample(
     The sample is loaded again, or sliced from what `step` received if that was not loaded.
     """
     if as_loaded:
-        samples = trainer.feed.samples
+        samples = training.feed.samples
         assert samples is not None
         return separate_target(
             convert_batch(
                 samples[batch.epoch, batch.sample_indices[:1] * count],
-                trainer.world.device,
-                trainer.dtype,
+                training.world.device,
+                training.feed.dtype,
             )
         )
     return slice_batch((inputs, target), [0] * count, length)  # type: ignore[no-any-return]
 
 
 def _check_loss_additivity(
-    trainer: Trainer, inputs: Any, target: Any, samples: int, draws: Draws
+    training: Training, inputs: Any, target: Any, samples: int, draws: Draws
 ) -> None:
     """Check that the loss is additive, as the validation does for a Job."""
     try:
         parts = BatchExcerpt(inputs, target, list(range(samples))).split_unequally()
     except ValueError as error:
-        trainer.log.write_choice("loss", "not asked", f"whether it adds up: {error}")
+        training.log.write_choice("loss", "not asked", f"whether it adds up: {error}")
         return
     if len(parts) == 3 and (
         problem := find_additivity_error(
-            trainer.module, parts, draws, in_float64=trainer.dtype == torch.float64
+            training.module, parts, draws, in_float64=training.feed.dtype == torch.float64
         )
     ):
         raise StepFailed(problem)
 
 
 def run_model_once(
-    trainer: Trainer, batch: Batch, inputs: Any, target: Any, without_autocast: bool = False
+    training: Training, batch: Batch, inputs: Any, target: Any, without_autocast: bool = False
 ) -> None:
     """Run model and loss on this rank's first micro-batch, and restore all state.
 
     Args:
-        trainer: The trainer.
+        training: The training.
 
         batch: This rank's part of the global batch.
 
@@ -234,11 +232,15 @@ def run_model_once(
 
         target: The target that `step` received.
 
-        without_autocast: Run without autocast, and only if the trainer uses autocast at all.
+        without_autocast: Run without autocast, and only if the training uses autocast at all.
     """
-    if without_autocast and trainer.autocast is None:
+    if without_autocast and training.options.autocast is None:
         return
     micro, inputs, target = next(batch.iterate_micro_batches(inputs, target))
-    autocast = contextlib.nullcontext() if without_autocast else trainer.use_autocast()
-    with preserve_all_state(trainer.module), trainer.batch_norm.use_probe_mode(), autocast:
-        trainer.module(*clone_batch((inputs, target)), len(micro.positions))
+    autocast = contextlib.nullcontext() if without_autocast else training.use_autocast()
+    with (
+        preserve_all_state(training.module),
+        training.batch_norm.use_probe_mode(),
+        autocast,
+    ):
+        training.module(*clone_batch((inputs, target)), len(micro.positions))

@@ -14,7 +14,7 @@ import operator
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -28,7 +28,7 @@ from paragrad.engine.state.preserve_state import ModuleSnapshot, preserve_all_st
 from paragrad.engine.state.values import set_tensor_values
 from paragrad.errors import StepFailed
 from paragrad.jobs.loss import LossModule, convert_loss
-from paragrad.jobs.precision import perturb_parameters
+from paragrad.jobs.precision import find_coarsest_dtype, perturb_parameters
 from paragrad.parallel.registry import has_model_shards
 from paragrad.runtime import stragglers
 from paragrad.runtime.allocator import return_freed_memory
@@ -48,17 +48,15 @@ from paragrad.trainer.first_step.step_check import (
     run_reference_step,
 )
 from paragrad.trainer.first_step.step_result import StepOutcome
-
-if TYPE_CHECKING:
-    from paragrad.trainer.trainer import Trainer
+from paragrad.trainer.training import Training
 
 
 @dataclass(frozen=True)
 class ReferenceStep:
-    """One worker's step on the current global batch. It uses the trainer's model and restores it.
+    """One worker's step on the current global batch. It uses the training's model and restores it.
 
     Attributes:
-        trainer: The trainer.
+        training: The training.
 
         module: The whole model and the loss, before any partitioning.
 
@@ -77,7 +75,7 @@ class ReferenceStep:
         saved_states: Other state that the forward changes, as it was before the step.
     """
 
-    trainer: Trainer
+    training: Training
     module: LossModule
     draws: Draws
     load_parts: Callable[[SampleOrdering], list[BatchExcerpt]]
@@ -96,15 +94,21 @@ class ReferenceStep:
             move_parameters: Whether every parameter is moved up or down by one unit in its last
                 place.
         """
-        trainer = self.trainer
+        training = self.training
         parts = self.load_parts(ordering)
         test = self.load_test_part(ordering)
-        with preserve_all_state(self.module), trainer.batch_norm.use_probe_mode():
+        with preserve_all_state(self.module), training.batch_norm.use_probe_mode():
             self._restore_model()
             if move_parameters:
-                perturb_parameters(self.module.model, torch.Generator().manual_seed(trainer.seed))
+                perturb_parameters(self.module.model, torch.Generator().manual_seed(training.seed))
             return run_reference_step(
-                self.module, parts, self.draws, trainer.seed, trainer.steps, self.loss_only, test
+                self.module,
+                parts,
+                self.draws,
+                training.seed,
+                training.state.steps,
+                self.loss_only,
+                test,
             )
 
     def _restore_model(self) -> None:
@@ -132,29 +136,32 @@ class ReferenceStep:
 
     def make_precise_step(self) -> StepOutcome:
         """Make the step in float64. Raises what the model raises in float64."""
-        trainer = self.trainer
+        training = self.training
         # A loss that holds the model leaves gradients in it.
         with preserve_all_state(self.module):
             self._restore_model()
             model = copy.deepcopy(self.module.model)
             with BatchNorm(
-                trainer.world, model, lambda *_: None, samples=trainer.batch_norm.samples
+                training.world,
+                model,
+                lambda *_: None,
+                samples=training.batch_norm.samples,
             ).use_probe_mode():
                 return run_precise_step(
                     model,
                     self.module,
                     self.load_parts(list),
                     self.draws,
-                    trainer.seed,
-                    trainer.steps,
-                    convert_loss(self.module.loss, trainer.world.device, torch.float64),
+                    training.seed,
+                    training.state.steps,
+                    convert_loss(self.module.loss, training.world.device, torch.float64),
                     self.loss_only,
                     self.load_test_part(list),
                 )
 
 
 def make_reference_step(
-    trainer: Trainer,
+    training: Training,
     batch: Batch,
     inputs: Any,
     target: Any,
@@ -166,7 +173,7 @@ def make_reference_step(
     Collective.
 
     Args:
-        trainer: The trainer.
+        training: The training.
 
         batch: This rank's part of the global batch.
 
@@ -181,48 +188,55 @@ def make_reference_step(
     Returns:
         (check, reason): the check, or None and the reason why there is none.
     """
-    world = trainer.world
-    is_partitioned = has_model_shards(trainer.strategy)
+    world = training.world
+    precision = find_coarsest_dtype(training.setup.model)
+    is_partitioned = has_model_shards(training.setup.strategy)
     serial = None
     baseline = None
     reference = None
-    capacity, explanation = _estimate_sample_capacity(trainer, batch)
+    capacity, explanation = _estimate_sample_capacity(training, batch)
     reason = explanation if capacity < len(batch.sample_indices) else None
     given_batches = (
         None
         if as_loaded
         else world.broadcast_object(
-            world.gather_objects((batch, inputs, target) if trainer.is_share_leader else None)
+            world.gather_objects(
+                (batch, inputs, target) if training.world.is_first("samples") else None
+            )
         )
     )
     template = StepOutcome(
         0.0,
         0.0,
-        {} if loss_only else {name: each.detach() for name, each in trainer.parameters.items()},
-        {} if loss_only else {name: each.detach() for name, each in trainer.model.named_buffers()},
+        {}
+        if loss_only
+        else {name: each.detach() for name, each in training.setup.parameters.items()},
+        {}
+        if loss_only
+        else {name: each.detach() for name, each in training.setup.model.named_buffers()},
     )
-    test = functools.partial(_select_test_part, trainer, batch, given_batches, loss_only)
+    test = functools.partial(_select_test_part, training, batch, given_batches, loss_only)
     if not reason and world.rank < (1 if is_partitioned else 2):
         try:
             parts = (
-                functools.partial(_load_parts, trainer, batch)
+                functools.partial(_load_parts, training, batch)
                 if given_batches is None
-                else functools.partial(_join_given_batches, trainer, given_batches)
+                else functools.partial(_join_given_batches, training, given_batches)
             )
             reference = ReferenceStep(
-                trainer,
-                trainer.module,
-                trainer.draws,
+                training,
+                training.module,
+                training.draws,
                 parts,
                 test,
                 loss_only,
-                {name: buffer.clone() for name, buffer in trainer.model.named_buffers()},
+                {name: buffer.clone() for name, buffer in training.setup.model.named_buffers()},
                 [],
             )
             start = time.monotonic()
             outcome = reference.make_step(list if world.rank == 0 else SAMPLE_ORDERINGS[0])
             reference.saved_states.append(
-                ModuleSnapshot(trainer.module, outcome.changed_parameters)
+                ModuleSnapshot(training.module, outcome.changed_parameters)
             )
             serial, baseline = (outcome, None) if world.rank == 0 else (None, outcome)
             # All other ranks wait for both steps, so the second is made only if there is time.
@@ -246,7 +260,7 @@ def make_reference_step(
         return None, reason or "not one worker's step was made"
     test_part = test(list) if isinstance(shared_outcome.test_loss, float) else None
     # the coarsest type in which a float64 model computes some of its values
-    eps = trainer.coarsest_eps if trainer.precision == torch.float64 else 0.0
+    eps = training.setup.coarsest_eps if precision == torch.float64 else 0.0
     return StepCheck(
         world,
         shared_outcome,
@@ -254,52 +268,52 @@ def make_reference_step(
         reference.make_variant if reference else None,
         reference.make_precise_step if reference else None,
         eps,
-        trainer.precision == torch.float64,
+        precision == torch.float64,
         is_partitioned,
         loss_only,
         test_part=test_part if isinstance(test_part, BatchExcerpt) else None,
     ), ""
 
 
-def _group_samples(trainer: Trainer, samples: int) -> list[list[int]]:
+def _group_samples(training: Training, samples: int) -> list[list[int]]:
     """Group the samples by the micro-batches of one worker.
 
     There is one group for all samples, unless batch norm sees the micro-batches apart.
     """
-    if not trainer.batch_norm.has_computed or trainer.division.micro == 1:
+    if not training.batch_norm.has_computed or training.state.division.micro == 1:
         return [list(range(samples))]
-    micros = split_micro_batches(range(samples), trainer.division)
+    micros = split_micro_batches(range(samples), training.state.division)
     return [list(itertools.chain.from_iterable(parts)) for parts in micros]
 
 
-def _load_parts(trainer: Trainer, batch: Batch, ordering: SampleOrdering) -> list[BatchExcerpt]:
+def _load_parts(training: Training, batch: Batch, ordering: SampleOrdering) -> list[BatchExcerpt]:
     """Load the parts from the dataset; each part is collated by itself."""
-    groups = [ordering(group) for group in _group_samples(trainer, len(batch.sample_indices))]
-    return [BatchExcerpt(*fetch_places(trainer, batch, group), group) for group in groups]
+    groups = [ordering(group) for group in _group_samples(training, len(batch.sample_indices))]
+    return [BatchExcerpt(*fetch_places(training, batch, group), group) for group in groups]
 
 
-def fetch_places(trainer: Trainer, batch: Batch, places: list[int]) -> tuple[Any, Any]:
+def fetch_places(training: Training, batch: Batch, places: list[int]) -> tuple[Any, Any]:
     """Load the samples at some places of a global batch.
 
     Args:
-        trainer: The trainer.
+        training: The training.
         batch: This rank's part of the global batch.
         places: The places in the global batch.
 
     Returns:
         (inputs, target).
     """
-    assert trainer.feed.samples is not None
+    assert training.feed.samples is not None
     fetched = convert_batch(
-        trainer.feed.samples[batch.epoch, batch.sample_indices, places],
-        trainer.world.device,
-        trainer.dtype,
+        training.feed.samples[batch.epoch, batch.sample_indices, places],
+        training.world.device,
+        training.feed.dtype,
     )
     return separate_target(fetched)
 
 
 def _select_test_part(
-    trainer: Trainer,
+    training: Training,
     batch: Batch,
     given_batches: list[tuple[Batch, Any, Any] | None] | None,
     loss_only: bool,
@@ -310,13 +324,15 @@ def _select_test_part(
     They are as many as a rank evaluates at once. Returns a text if there is no test: the reason, or
     an empty text.
     """
-    if loss_only or not (trainer.has_tests and has_model_shards(trainer.strategy)):
+    if loss_only or not (training.options.has_tests and has_model_shards(training.setup.strategy)):
         return ""
-    places = list(range(choose_evaluation_batch(len(batch.sample_indices), trainer.division, 0)))
+    places = list(
+        range(choose_evaluation_batch(len(batch.sample_indices), training.state.division, 0))
+    )
     if given_batches is None:
-        return BatchExcerpt(*fetch_places(trainer, batch, ordering(places)), ordering(places))
+        return BatchExcerpt(*fetch_places(training, batch, ordering(places)), ordering(places))
     try:
-        (joined,) = _join_given_batches(trainer, given_batches, list)
+        (joined,) = _join_given_batches(training, given_batches, list)
         return (
             joined
             if ordering is list and len(places) >= len(joined.positions)
@@ -326,54 +342,50 @@ def _select_test_part(
         return f"the batch that step was given cannot be cut: {error}"
 
 
-def evaluate_test_part(trainer: Trainer, part: BatchExcerpt, reference_loss: float) -> float:
+def evaluate_test_part(training: Training, part: BatchExcerpt, reference_loss: float) -> float:
     """Compute the mean loss of some samples in a test, by the strategy's own passes.
 
     Collective.
 
     Args:
-        trainer: The trainer.
+        training: The training.
         part: The samples.
         reference_loss: The loss of one worker.
 
     Returns:
         Of the losses of all replicas, the one that is furthest from the reference.
     """
-    assert trainer.passes is not None
+    assert training.setup.passes is not None
     # The test runs without autocast, as the reference step does.
-    module = trainer.module
-    spans = list(trainer.log.spans)
-    trainer.rehearsing = True
-    try:
-        with (
-            preserve_all_state(module),
-            use_model_eval_mode(trainer.model),
-            enter_pass_contexts(trainer.pass_contexts),
-        ):
-            sums = score_batches(
-                module,
-                trainer.passes.compute_outputs,
-                None,
-                [part.copy_batch()],
-                [part.positions],
-                module.uses_graph_divisor,
-            )
-    finally:
-        trainer.rehearsing, trainer.log.spans[:] = False, spans
-    total, weight = share_output_sums(trainer.layout, sums)
-    replica_losses = trainer.samples_world.all_gather(
+    module = training.module
+    with (
+        training.rehearse(),
+        preserve_all_state(module),
+        use_model_eval_mode(training.setup.model),
+        enter_pass_contexts(training.setup.pass_contexts),
+    ):
+        sums = score_batches(
+            module,
+            training.setup.passes.compute_outputs,
+            None,
+            [part.copy_batch()],
+            [part.positions],
+            module.uses_graph_divisor,
+        )
+    total, weight = share_output_sums(training.setup.layout, sums)
+    replica_losses = training.setup.samples_world.all_gather(
         torch.tensor(total / weight, dtype=torch.float64)
     )
     return max(map(float, replica_losses), key=lambda value: abs(value - reference_loss))
 
 
 def _join_given_batches(
-    trainer: Trainer, given_batches: list[tuple[Batch, Any, Any] | None], ordering: SampleOrdering
+    training: Training, given_batches: list[tuple[Batch, Any, Any] | None], ordering: SampleOrdering
 ) -> list[BatchExcerpt]:
     """Join what `step` received on all ranks; placeholder samples of empty parts are left out."""
-    if trainer.batch_norm.has_computed and trainer.division.micro > 1:
+    if training.batch_norm.has_computed and training.state.division.micro > 1:
         raise ValueError(
-            "step was given another batch than trainer.batches gave, and batch norm sees "
+            "step was given another batch than training.batches gave, and batch norm sees "
             "micro-batches"
         )
     parts = []
@@ -413,7 +425,7 @@ def _concatenate_values(values: list[Any]) -> Any:
     return functools.reduce(operator.add, values) if isinstance(first, tuple | list) else first
 
 
-def _estimate_sample_capacity(trainer: Trainer, batch: Batch) -> tuple[int, str]:
+def _estimate_sample_capacity(training: Training, batch: Batch) -> tuple[int, str]:
     """Estimate for how many samples of the batch one worker's step has memory here.
 
     Returns:
@@ -421,19 +433,20 @@ def _estimate_sample_capacity(trainer: Trainer, batch: Batch) -> tuple[int, str]
     """
     samples = len(batch.sample_indices)
     bytes_left = read_available_memory()
-    is_partitioned = has_model_shards(trainer.strategy)
-    if bytes_left is None or trainer.world.rank > (0 if is_partitioned else 1):
+    is_partitioned = has_model_shards(training.setup.strategy)
+    if bytes_left is None or training.world.rank > (0 if is_partitioned else 1):
         return samples, ""
     # Every rank shards a copy, and gathers what is compared.
-    is_sharded = trainer.strategy.shards_parameters
+    is_sharded = training.setup.strategy.shards_parameters
     bytes_left //= (
-        1 if is_partitioned else trainer.world.size if is_sharded else min(2, trainer.world.size)
+        1 if is_partitioned else training.world.size if is_sharded else min(2, training.world.size)
     )
-    per_sample = max(1, trainer.activation_bytes // max(1, len(batch.micro_batches[0].positions)))
+    activation_bytes = training.setup.probe.activation_bytes if training.setup.probe else 0
+    per_sample = max(1, activation_bytes // max(1, len(batch.micro_batches[0].positions)))
     # If the model is partitioned, there are six: a copy to restore, the gradients of the step,
     # of the baseline and of all parts together, the parts, and the gradients of these.
     model = (6 if is_partitioned else 4 if is_sharded else 2) * sum(
-        parameter.nbytes for parameter in trainer.parameters.values()
+        parameter.nbytes for parameter in training.setup.parameters.values()
     )
     return (
         max(0, min(samples, (bytes_left - model) // per_sample)),
@@ -442,27 +455,27 @@ def _estimate_sample_capacity(trainer: Trainer, batch: Batch) -> tuple[int, str]
     )
 
 
-def shrink_batch(trainer: Trainer, batch: Batch) -> Batch | None:
+def shrink_batch(training: Training, batch: Batch) -> Batch | None:
     """Reduce the batch to as many samples as there is memory for.
 
     Collective.
 
     Args:
-        trainer: The trainer.
+        training: The training.
         batch: This rank's part of the global batch.
 
     Returns:
         The smaller batch. None if there is memory for all samples, or if a share would be empty.
     """
     capacity = int(
-        trainer.world.all_reduce(
-            torch.tensor(float(_estimate_sample_capacity(trainer, batch)[0])), "MIN"
+        training.world.all_reduce(
+            torch.tensor(float(_estimate_sample_capacity(training, batch)[0])), "MIN"
         )
     )
     return (
         None
         if capacity >= len(batch.sample_indices)
-        else batch.take_first_samples(capacity, trainer.division, trainer.replicas)
+        else batch.take_first_samples(capacity, training.state.division, training.state.replicas)
     )
 
 

@@ -1,0 +1,499 @@
+"""The first step: the model is probed, the exchange is set up, and the step is compared.
+
+Before the first update the step is compared with the reference step of one worker. Of the steps 2,
+4, 8, ... the loss is compared: rare targets that do not count, longer padding, or a growing term
+appear late.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paragrad.datasets.loading import clone_batch, convert_batch
+from paragrad.engine.exchange import SHARED_PARAMETER_CHANGED, UNCARRIED_PARAMETER_CHANGED
+from paragrad.engine.layout import Layout
+from paragrad.engine.state.preserve_state import ModuleSnapshot, preserve_all_state
+from paragrad.errors import StepFailed
+from paragrad.jobs.loss import LossModule, convert_loss
+from paragrad.jobs.precision import convert_model, find_coarsest_dtype
+from paragrad.parallel.registry import has_model_shards
+from paragrad.runtime.world import World
+from paragrad.strategies.shares import Division
+from paragrad.trainer.batch import Batch
+from paragrad.trainer.first_step.diagnosis import describe_mismatch, explain_layout_draws
+from paragrad.trainer.first_step.inspect_model import (
+    is_given_as_loaded,
+    is_given_as_loaded_everywhere,
+    probe_first_micro_batch,
+    reuse_validation_probe,
+    run_model_once,
+)
+from paragrad.trainer.first_step.reference_step import (
+    evaluate_test_part,
+    fetch_places,
+    make_reference_step,
+    refuse_float64_copies,
+    shrink_batch,
+)
+from paragrad.trainer.first_step.step_check import Mismatch, StepCheck
+from paragrad.trainer.first_step.step_result import StepOutcome
+from paragrad.trainer.parameter_access import NONDETERMINISM_HINT, refuse_unequal_copies
+from paragrad.trainer.setup import TrainerOptions
+from paragrad.trainer.step_observer import StepObserver
+from paragrad.trainer.training import Training
+
+
+class FirstStep(StepObserver):
+    """Sets up the exchange before the first step, and compares steps with one worker's.
+
+    Args:
+        training: The training.
+
+    Attributes:
+        training: The training.
+
+        has_float64: Whether the whole model is in float64.
+
+        step_check: The check of the current step, or None.
+
+        state_before: The state of the module before the current step, or None.
+    """
+
+    is_periodic = True
+
+    def __init__(self, training: Training) -> None:
+        self.training = training
+        self.has_float64 = find_coarsest_dtype(training.setup.model) == torch.float64
+        self.step_check: StepCheck | None = None
+        self.state_before: ModuleSnapshot | None = None
+
+    # ---- before the passes -------------------------------------------------------------------
+    def prepare(self, batch: Batch, inputs: Any, target: Any) -> None:
+        """Set up the exchange before the first step, and make the reference step. Collective.
+
+        Args:
+            batch: This rank's part of the global batch.
+            inputs: The inputs that `step` received.
+            target: The target that `step` received.
+        """
+        training = self.training
+        if training.setup.exchange is None:
+            self._prepare_first(batch, inputs, target)
+            return
+        setup = training.setup
+        if setup.layout.is_partitioned and not training.options.skip_first_step_check:
+            refuse_unequal_copies(setup.layout, setup.parameters, setup.model)
+        if not training.is_exact_split:
+            return
+        if not (reason := setup.explain_no_whole_model()):
+            as_loaded = is_given_as_loaded_everywhere(training, inputs, target)
+            self._make_reference(batch, inputs, target, as_loaded, loss_only=True)
+        elif training.state.own_steps == 1:
+            training.log.write_choice("loss again", "not checked", reason)
+
+    def _prepare_first(self, batch: Batch, inputs: Any, target: Any) -> None:
+        training = self.training
+        validation_probe = reuse_validation_probe(training)
+        probe, as_loaded = (
+            (validation_probe, True)
+            if validation_probe
+            else probe_first_micro_batch(training, batch, inputs, target)
+        )
+        training.adopt_probe(probe, len(batch.micro_batches[0].positions))
+        is_exact_split, is_skipped = training.is_exact_split, training.options.skip_first_step_check
+        if (draw := probe.draws.layout_dependence) and (is_exact_split or is_skipped):
+            training.log.write_choice("random", "by layout", draw)
+            if is_exact_split and training.setup.strategy.changes_layout:
+                raise StepFailed(explain_layout_draws(draw))
+        set_up = functools.partial(
+            training.set_up_exchange,
+            probe.has_unused_parameters,
+            next(batch.iterate_micro_batches(inputs, target))[1],
+            functools.partial(run_model_once, training, batch, inputs, target),
+        )
+        if is_exact_split:
+            self._make_reference(batch, inputs, target, as_loaded, set_up=set_up)
+            return
+        if is_skipped:
+            training.log.write_choice("first step", "not checked", "asked for")
+        set_up(False)
+        self._empty_user_model()
+
+    def _make_reference(
+        self,
+        batch: Batch,
+        inputs: Any,
+        target: Any,
+        as_loaded: bool,
+        loss_only: bool = False,
+        set_up: Callable[[bool], Any] | None = None,
+    ) -> None:
+        """Make the reference step, then set up the exchange.
+
+        If the step itself cannot be compared, a rehearsal is made and compared at once.
+        """
+        training = self.training
+        checked = (batch, inputs, target)
+        description = "this step"
+        whole_module = training.module
+        check, reason = make_reference_step(training, *checked, as_loaded, loss_only)
+        if check is None and as_loaded and (smaller_batch := shrink_batch(training, batch)):
+            checked = smaller_batch, *fetch_places(training, smaller_batch, smaller_batch.places)
+            check, reason = make_reference_step(training, *checked, as_loaded, loss_only)
+            description = (
+                f"its first {len(smaller_batch.sample_indices)} samples, for which there is room "
+                "on one rank,"
+            )
+        if set_up:
+            set_up(check is not None)
+        if check is None:
+            self._empty_user_model()
+            what = "loss again" if loss_only else "first step"
+            training.log.write_choice(what, "not checked", reason)
+            if training.log.recorder is None:  # the user's own loop has no record
+                warnings.warn(
+                    f"step {training.state.steps} is not compared with one worker's: {reason}",
+                    stacklevel=2,
+                )
+            return
+        state_before = ModuleSnapshot(
+            training.module,
+            () if training.setup.layout.is_partitioned else check.serial_outcome.changed_parameters,
+        )
+        reference_loss = check.serial_outcome.test_loss
+        if isinstance(reference_loss, float) and check.test_part:
+            test_loss = evaluate_test_part(training, check.test_part, reference_loss)
+            check = replace(check, test_loss=test_loss)
+        elif reference_loss:
+            training.log.write_choice("test", "not compared", str(reference_loss))
+        # A training with servers has no step that can be repeated.
+        if not self.has_float64 and not training.setup.strategy.servers:
+            rerun = functools.partial(
+                self._rerun_in_float64,
+                whole_module,
+                state_before,
+                checked[0],
+                clone_batch(checked[1:]),
+                is_given_as_loaded(training, *checked[1:]),
+            )
+            check = replace(check, rerun_in_float64=rerun)
+        self.step_check, self.state_before = check, state_before
+        if training.options.autocast is not None or checked[0] is not batch:
+            self._rehearse_step(*checked, description)
+
+    def _rerun_in_float64(
+        self,
+        module: LossModule,
+        state_before: ModuleSnapshot,
+        batch: Batch,
+        given: Any,
+        as_loaded: bool,
+    ) -> list[Mismatch] | None:
+        """Repeat the step in float64, by the strategy's own code on a copy of the whole module.
+
+        Collective.
+
+        Args:
+            module: The whole model and the loss.
+
+            state_before: The state of the module before the step.
+
+            batch: This rank's part of the global batch.
+
+            given: (inputs, target) as they were before the step.
+
+            as_loaded: Whether these are what `batches` gave.
+
+        Returns:
+            The mismatches of the repeated step, or None if it is impossible.
+        """
+        training = self.training
+        world, strategy, options = training.world, training.setup.strategy, training.options
+        copied: Training | None = None
+        if has_model_shards(strategy):
+            refuse_float64_copies(world, module)
+        try:
+            with preserve_all_state(module):
+                # Ranks that share parameters must all have saved them before one restores them.
+                world.barrier()
+                # A part of the model is not repeated; the whole module is.
+                if not training.setup.layout.is_partitioned:
+                    state_before.restore_module()
+                model = convert_model(copy.deepcopy(module.model), torch.float64)
+                model.zero_grad()
+                copied = Training(
+                    world,
+                    model,
+                    convert_loss(module.loss, world.device, torch.float64),
+                    torch.optim.SGD(model.parameters(), lr=0.0),
+                    strategy,
+                    TrainerOptions(
+                        seed=options.seed,
+                        collate=options.collate,
+                        dtype=torch.float64,
+                        exchange_options=options.exchange_options,
+                        is_validated=True,
+                        has_tests=options.has_tests,
+                    ),
+                )
+                # The copy must be partitioned in the same way.
+                copied.adopt_inspections(training.model_inspections)
+                copied.state.move_to(training.state.steps)
+                copied.state.use_division(training.state.division)
+                pair = convert_batch(given, world.device, torch.float64)
+                copied.feed.repeat_batch(training.feed.samples, pair if as_loaded else None)
+                first_step = FirstStep(copied)
+                first_step.prepare(batch, *pair)
+                if first_step.step_check is None:
+                    return None
+                return first_step.find_mismatches(*first_step.average_gradients(batch, *pair))
+        except Exception:
+            return None
+        finally:
+            if copied is not None:
+                copied.close()
+
+    def _rehearse_step(self, batch: Batch, inputs: Any, target: Any, description: str) -> None:
+        """Make the first step, or one of fewer samples, without an update, and check it.
+
+        It runs without autocast, under which a reversed batch hardly differs and a correct split
+        does.
+        """
+        with self.training.rehearse(), preserve_all_state(self.training.module):
+            loss, weight = self.average_gradients(batch, inputs, target)
+            if weight:  # Without weight, the step itself fails.
+                self._check_outcome(loss, weight, description)
+
+    def average_gradients(self, batch: Batch, inputs: Any, target: Any) -> tuple[float, float]:
+        """Make a step up to its update; return (mean loss, weight).
+
+        Args:
+            batch: This rank's part of the batch.
+            inputs: The inputs of that part.
+            target: The target of that part.
+        """
+        training = self.training
+        # A model may change its inputs in place.
+        sums = training.compute_gradients(batch, *clone_batch((inputs, target)))
+        sums, totals = training.share_totals(sums)
+        weight = self.resolve_weight(batch, inputs, target, totals[0], totals[3])
+        if not weight:
+            return 0.0, 0.0
+        training.exchange.average(weight * sums.scale)
+        return totals[1] / weight, weight
+
+    def _empty_user_model(self) -> None:
+        """Release the values of the user's own model if it is partitioned."""
+        training = self.training
+        if training.setup.layout.is_partitioned and training.user_model is not None:
+            training.user_model.release_values()
+
+    # ---- before the update -------------------------------------------------------------------
+    def resolve_weight(
+        self, batch: Batch, inputs: Any, target: Any, weight: float, doubtful_weight: float
+    ) -> float:
+        """Return the global weight of a step if the weights of some shares are doubtful.
+
+        Collective. A share is doubtful if its loss is exactly 0. One worker's weight shows whether
+        it counts.
+
+        Args:
+            batch: This rank's part of the global batch.
+
+            inputs: The inputs that `step` received.
+
+            target: The target that `step` received.
+
+            weight: The sum of all weights.
+
+            doubtful_weight: The sum of the doubtful weights.
+
+        Raises:
+            StepFailed: If one worker's weight cannot be computed or matches neither sum.
+        """
+        training = self.training
+        # If there is one share, one worker's weight says nothing more.
+        if (
+            not doubtful_weight
+            or not training.is_exact_split
+            or training.state.division == Division()
+        ):
+            return weight
+        check = self.step_check
+        reason = training.setup.explain_no_whole_model()
+        if check is None and not reason:
+            as_loaded = is_given_as_loaded_everywhere(training, inputs, target)
+            check, reason = make_reference_step(
+                training, batch, inputs, target, as_loaded, loss_only=True
+            )
+        if check is not None:
+            if weight == doubtful_weight:  # No share counts for certain.
+                return check.serial_outcome.weight
+            for candidate in (weight, weight - doubtful_weight):
+                if abs(candidate - check.serial_outcome.weight) <= 1e-6 * max(1.0, weight):
+                    return candidate
+        raise StepFailed(
+            "a share's loss is exactly 0, and whether it counts cannot be seen"
+            + (f" ({reason})" if reason else "")
+            + "; return the pair (sum, weight)",
+            tensor="loss",
+        )
+
+    def observe_mean_gradients(self, loss: float, weight: float) -> None:
+        """Compare the step with one worker's before the update, if a check was prepared.
+
+        Collective.
+
+        Args:
+            loss: The mean loss.
+            weight: The global weight.
+
+        Raises:
+            StepFailed: If the step differs from one worker's.
+        """
+        if self.step_check is not None:
+            self._check_outcome(loss, weight, "this step")
+
+    def _check_outcome(self, loss: float, weight: float, description: str) -> None:
+        step_check = self.step_check
+        assert step_check is not None
+        mismatches = self.find_mismatches(loss, weight)
+        self._empty_user_model()
+        if mismatches:
+            raise StepFailed(
+                describe_mismatch(self.training, mismatches),
+                tensor=mismatches[0].gap.tensor,
+                differs=True,
+            )
+        # Rank 0 alone has the tensors and writes the event.
+        if not step_check.first_rank_only or self.training.world.rank == 0:
+            text = _describe_equal_step(step_check, description)
+            self.training.log.write_event("checked", text, step=self.training.state.steps)
+
+    def find_mismatches(self, loss: float, weight: float) -> list[Mismatch]:
+        """Find what differs from one worker's step before the update. Collective.
+
+        Args:
+            loss: The mean loss.
+            weight: The global weight.
+
+        Raises:
+            StepFailed: If a forward changes what cannot be compared.
+        """
+        training, setup = self.training, self.training.setup
+        step_check, self.step_check = self.step_check, None
+        state_before, self.state_before = self.state_before, None
+        assert step_check is not None
+        assert state_before is not None
+        loss_dtype = setup.module.loss_dtype
+        if step_check.loss_only:
+            return step_check.find_mismatches(StepOutcome(loss, weight, {}, {}), loss_dtype)
+        exchange = training.exchange
+        if step_check.serial_outcome.changed_parameters and (
+            exchange.sharing_ranks > 1 or exchange.shard_layout is not None
+        ):
+            raise StepFailed(
+                SHARED_PARAMETER_CHANGED,
+                tensor=", ".join(list(step_check.serial_outcome.changed_parameters)[:3]),
+            )
+        changed_parameters, changed_state = state_before.collect_module_changes()
+        gradients = exchange.gather_mean_gradients()
+        buffers = {name: buffer.detach() for name, buffer in setup.model.named_buffers()}
+        if setup.layout.is_partitioned:  # The names of a part are not those of the whole model.
+            return _find_partition_mismatches(
+                training, step_check, loss, weight, gradients, buffers
+            )
+        if setup.shard_layout.is_partitioned:  # Only the parameters are sharded.
+            _refuse_unequal_tensors(setup.shard_layout, gradients, setup.shard_layout.world)
+            gradients = setup.shard_layout.gather_serial_tensors(gradients)
+        return step_check.find_mismatches(
+            StepOutcome(
+                loss, weight, gradients, buffers, frozenset(), changed_parameters, changed_state
+            ),
+            loss_dtype,
+        )
+
+
+def _describe_equal_step(step_check: StepCheck, description: str) -> str:
+    outcome = step_check.serial_outcome
+    text = (
+        "the loss"
+        if step_check.loss_only
+        else f"loss, weight, {len(outcome.gradients)} gradients, {len(outcome.buffers)} buffers"
+    )
+    text += f" of {description} " + ("is" if step_check.loss_only else "are")
+    zero_gradients = [
+        name
+        for name, each in outcome.gradients.items()
+        if each is not None and not each.count_nonzero()
+    ]
+    text += " one worker's" + (
+        f", and so is the loss of {len(step_check.test_part.positions)} samples in a test"
+        if step_check.test_part
+        else ""
+    )
+    return text + (
+        f"; {len(zero_gradients)} gradient(s) were zero, which shows little of them: "
+        f"{', '.join(zero_gradients[:3])}{', ...' if len(zero_gradients) > 3 else ''}"
+        if zero_gradients
+        else ""
+    )
+
+
+def _find_partition_mismatches(
+    training: Training,
+    step_check: StepCheck,
+    loss: float,
+    weight: float,
+    gradients: dict[str, Tensor | None],
+    buffers: dict[str, Tensor],
+) -> list[Mismatch]:
+    """Compare the step of a partitioned model.
+
+    Collective. The first replica is gathered on rank 0, which has one worker's step. The other
+    replicas are compared with the first one.
+    """
+    if changed_names := [
+        *step_check.serial_outcome.changed_parameters,
+        *step_check.serial_outcome.changed_state,
+    ]:
+        raise StepFailed(UNCARRIED_PARAMETER_CHANGED, tensor=", ".join(changed_names[:3]))
+    layout = training.setup.layout
+    tensors = {**gradients, **buffers}
+    is_first_replica = not training.setup.samples_world.rank
+    _refuse_unequal_tensors(layout, tensors, layout.world)
+    gathered: Any = [
+        layout.gather_serial_tensors(each, on_all_ranks=False) if is_first_replica else {}
+        for each in (gradients, buffers)
+    ]
+    outcome = StepOutcome(loss, weight, gathered[0], gathered[1], test_loss=step_check.test_loss)
+    mismatches = step_check.find_mismatches(outcome, training.module.loss_dtype)
+    if not mismatches and training.setup.samples_world.size > 1:
+        _refuse_unequal_tensors(layout, tensors, training.world)
+    return mismatches
+
+
+def _refuse_unequal_tensors(
+    layout: Layout, tensors: dict[str, Tensor | None], world: World
+) -> None:
+    """Check that copies of one tensor are bit-equal. Collective."""
+    if unequal := layout.find_unequal_copies(tensors, world):
+        raise StepFailed(
+            "before the first update ranks {} and {} hold copies of it with other gradients, or "
+            "another buffer; "
+            "nothing was updated. A forward changes it on one of them alone, or reads it by a way "
+            "that is not "
+            "seen: train it with data(n) and nothing else, or cut parts elsewhere. {}".format(
+                *unequal[:2], NONDETERMINISM_HINT
+            ),
+            tensor=unequal[2],
+            differs=True,
+        )
