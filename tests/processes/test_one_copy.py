@@ -27,7 +27,7 @@ from paragrad.launch import Launcher
 from paragrad.runtime import allocator
 from paragrad.runtime.generators import fingerprint_generators
 from paragrad.runtime.world import World
-from paragrad.trainer import training
+from paragrad.trainer import exchange_setup
 from paragrad.trainer.trainer import Trainer
 
 
@@ -211,9 +211,9 @@ def taken(world: World, job: Job, text: str, unchecked: bool) -> list[int]:
 
     allocator.return_freed_memory()  # of trainings before
     seen = [now()]
-    divided = training.build_model_partition
+    divided = exchange_setup.build_model_partition
     trainer = Trainer.build_for_job(world, job, resolved(text), skip_first_step_check=unchecked)
-    with mock.patch.object(training, "build_model_partition", cut):
+    with mock.patch.object(exchange_setup, "build_model_partition", cut):
         trainer.step(*separate_target(next(trainer.batches(job.train, job.batch, 0))))
     seen.append(now())
     trainer.close()

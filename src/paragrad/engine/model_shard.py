@@ -11,8 +11,8 @@ cannot be divided.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,25 +36,6 @@ class PassContext(Protocol):
     def enter_passes(self) -> AbstractContextManager[None]:
         """Return the context that surrounds the passes."""
         ...
-
-
-@contextmanager
-def enter_pass_contexts(
-    contexts: Iterable[PassContext], count_bytes: Callable[..., None] | None = None
-) -> Iterator[None]:
-    """Enter all contexts around passes, and count what they sent.
-
-    Args:
-        contexts: The contexts of the techniques.
-        count_bytes: Called as count_bytes(name, bytes, computed=True) for each context at the end;
-            None: do not count.
-    """
-    with ExitStack() as stack:
-        for each in contexts:
-            stack.enter_context(each.enter_passes())
-        yield
-    for each in contexts if count_bytes else ():
-        count_bytes(each.name, each.sent_bytes, computed=True)  # type: ignore[misc]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import contextlib
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -23,6 +23,7 @@ from paragrad.engine.activation_meter import ActivationMeter
 from paragrad.engine.batch_norm import BatchNorm
 from paragrad.engine.exchange import Exchange
 from paragrad.engine.gradient_noise import GradientNorms
+from paragrad.engine.model_shard import PassContext
 from paragrad.engine.probe import find_nonfinite_tensor
 from paragrad.engine.rng.draws import CallNumbers, Draws, key_test_draws
 from paragrad.engine.unwrap import WrappedTensor, unwrap
@@ -216,6 +217,25 @@ class Passes(ABC):
             with key_test_draws(self.host.draws, self.host.seed, batch_places):
                 outputs.append(self.compute_output(inputs))
         return outputs
+
+
+@contextlib.contextmanager
+def enter_pass_contexts(
+    contexts: Iterable[PassContext], count_bytes: Callable[..., None] | None = None
+) -> Iterator[None]:
+    """Enter all contexts around passes, and count what they sent.
+
+    Args:
+        contexts: The contexts of the techniques.
+        count_bytes: Called as count_bytes(name, bytes, computed=True) for each context at the end;
+            None: do not count.
+    """
+    with contextlib.ExitStack() as stack:
+        for each in contexts:
+            stack.enter_context(each.enter_passes())
+        yield
+    for each in contexts if count_bytes else ():
+        count_bytes(each.name, each.sent_bytes, computed=True)  # type: ignore[misc]
 
 
 def run_passes(

@@ -37,6 +37,7 @@ from paragrad.runtime.generators import seed_everything
 from paragrad.runtime.world import CPU, World
 from paragrad.trainer.batch import make_rank_batch
 from paragrad.trainer.checkpoint import trainer_snapshot
+from paragrad.trainer.exchange_setup import set_up_exchange
 from paragrad.trainer.pace import Pace
 from paragrad.trainer.step_observer import StepResult
 from paragrad.trainer.trainer import Trainer
@@ -129,7 +130,7 @@ def run_worker_or_server(
         if validated_run.resume_checkpoint is not None:
             trainer_snapshot.restore_snapshot(training, validated_run.resume_checkpoint)
         if endpoints.server is not None:
-            training.set_up_exchange().serve()
+            set_up_exchange(training).serve()
         else:
             counts = QueueWorker(trainer, validated_run, folder, endpoints).process_tickets()
         log_memory(training)
@@ -367,7 +368,7 @@ class QueueWorker(BatchLoop[Ticket]):
     def ensure_exchange(self) -> None:
         """Set up the exchange if there was no step yet, as in a run that resumes with a test."""
         if self.training.setup.exchange is None:
-            self.training.set_up_exchange()
+            set_up_exchange(self.training)
 
     def save_ticket(self, ticket: Ticket) -> dict[str, Any]:
         """Save the model or a checkpoint, and return an empty report."""

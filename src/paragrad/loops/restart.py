@@ -16,6 +16,7 @@ from paragrad.parallel.server.endpoints import ServerEndpoints
 from paragrad.parallel.server.worker_exchange import WorkerExchange
 from paragrad.record.record import read_lines
 from paragrad.trainer.batch import make_rank_batch
+from paragrad.trainer.exchange_setup import close_exchange, set_up_exchange
 from paragrad.trainer.training import Training
 
 
@@ -84,11 +85,11 @@ def use_temporary_exchange(training: Training) -> Iterator[None]:
     if training.options.exchange_options.endpoints is None or training.setup.exchange is not None:
         yield
         return
-    training.set_up_exchange()
+    set_up_exchange(training)
     try:
         yield
     finally:
-        training.close_exchange()
+        close_exchange(training)
 
 
 def get_learning_rate(training: Training) -> float:

@@ -26,6 +26,7 @@ from paragrad.runtime.world import World
 from paragrad.trainer.checkpoint import trainer_snapshot
 from paragrad.trainer.checkpoint.checkpoint_files import SavedCheckpoint, find_recorded_epoch
 from paragrad.trainer.checkpoint.tensor_files import save_weights
+from paragrad.trainer.exchange_setup import set_up_exchange
 from paragrad.trainer.server_rank import dismiss_run_servers, run_parameter_server
 from paragrad.trainer.step_observer import StepResult
 from paragrad.trainer.trainer import Trainer
@@ -234,7 +235,7 @@ class TrainingLoop(BatchLoop[int]):
             self.train_segments()
         # If no step is left after a recovery, no step has set up the exchange.
         if endpoints is not None and self.training.setup.exchange is None:
-            self.training.set_up_exchange()
+            set_up_exchange(self.training)
         if settings.save and self.status == "finished":
             self.save_progress()
         # The goal was reached before the last step.

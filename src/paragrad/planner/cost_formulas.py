@@ -16,6 +16,7 @@ halving), Patarasuk & Yuan 2009 (ring).
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from functools import singledispatch
 from typing import Any
@@ -195,6 +196,7 @@ def find_crossover(
     )
 
 
+@functools.cache  # a step asks for the same sizes each time
 def count_collective_bytes(collective: str, payload: int, size: int) -> int:
     """Count the bytes that a rank sends in a backend's own collective.
 

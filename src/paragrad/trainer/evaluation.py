@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paragrad.datasets.loader_processes import load_batches
 from paragrad.datasets.loading import Samples, clone_batch, convert_batch, separate_target
-from paragrad.engine.layout import Layout
+from paragrad.engine.layout import Layout, check_loss_ranks
 from paragrad.engine.passes import Passes
 from paragrad.engine.probe import use_model_eval_mode
 from paragrad.engine.state.preserve_state import preserve_all_state
@@ -22,7 +22,6 @@ from paragrad.jobs.loss import LossModule, call_model
 from paragrad.runtime.world import World
 from paragrad.schedules.actions import split_evenly
 from paragrad.strategies.shares import Division, count_largest_micro_batch
-from paragrad.trainer.model_partition import check_loss_ranks
 
 EVALUATION_BATCH = 256  # the largest number of samples that are evaluated at once
 

@@ -205,26 +205,6 @@ def build_model_partition(
     )
 
 
-def check_loss_ranks(weights: list[float], loss_rank_count: int) -> None:
-    """Check that the ranks of a replica that declare an output are those that have the loss.
-
-    Args:
-        weights: The weights of the loss on the ranks; the ranks that declare an output come first.
-        loss_rank_count: The number of ranks that declare an output.
-
-    Raises:
-        StepFailed: If other ranks have the loss.
-    """
-    if any(weight != weights[0] for weight in weights[:loss_rank_count]) or any(
-        weights[loss_rank_count:]
-    ):
-        raise StepFailed(
-            f"of the ranks of one replica {loss_rank_count} say that they give the loss, and they "
-            f"are not those that have one (weights {weights}, those that say so first); mend "
-            "ModelShard(has_output=)"
-        )
-
-
 def _check_partition(
     strategy: Strategy,
     layout: Layout,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from paragrad.errors import StepFailed
+from paragrad.trainer.exchange_setup import set_up_exchange
 from paragrad.trainer.training import Training
 
 # key in the store of a world with servers: how often the workers dismissed that rank
@@ -19,7 +20,7 @@ def run_parameter_server(training: Training) -> None:
         StepFailed: If the server fails, or if it returns before it is dismissed.
     """
     try:
-        exchange = training.set_up_exchange()
+        exchange = set_up_exchange(training)
         exchange.serve()
         full_world = training.setup.full_world
         if full_world.store.add(DISMISSED_KEY.format(full_world.rank), -1) < 0:
@@ -45,4 +46,4 @@ def dismiss_run_servers(training: Training) -> None:
             for rank in range(world.size, full_world.size):
                 full_world.store.add(DISMISSED_KEY.format(rank), 1)
         world.barrier()
-        (training.setup.exchange or training.set_up_exchange()).dismiss_servers()
+        (training.setup.exchange or set_up_exchange(training)).dismiss_servers()

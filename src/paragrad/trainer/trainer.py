@@ -23,8 +23,8 @@ from paragrad.datasets.loading import (
     wrap_collate_if_needed,
 )
 from paragrad.datasets.sample_order import SampleOrder
-from paragrad.engine.model_shard import enter_pass_contexts
 from paragrad.engine.optimizer.modes import use_optimizer_eval_mode
+from paragrad.engine.passes import enter_pass_contexts
 from paragrad.engine.probe import use_model_eval_mode
 from paragrad.engine.state.shared_initialization import InitialModel, build_shared_model
 from paragrad.jobs.job import TRAINED_MODELS, Job

@@ -9,7 +9,7 @@ and the passes of `Training.setup`; what only looks at a step is an observer.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any
@@ -21,14 +21,13 @@ from paragrad.engine.batch_norm import BatchNorm
 from paragrad.engine.exchange import (
     Exchange,
     ExchangeOptions,
-    Replica,
     check_totals,
     refuse_moved_parameters,
 )
 from paragrad.engine.gradient_noise import GradientNorms
-from paragrad.engine.layout import Layout
-from paragrad.engine.model_shard import enter_pass_contexts
-from paragrad.engine.passes import COUNTED_STEPS, LossSums, run_passes
+from paragrad.engine.layout import Layout, OptimizerState, check_loss_ranks
+from paragrad.engine.optimizer.optimizer_state import copy_optimizer_attributes
+from paragrad.engine.passes import COUNTED_STEPS, LossSums, enter_pass_contexts, run_passes
 from paragrad.engine.probe import Probe
 from paragrad.engine.rng.draws import (
     CallNumbers,
@@ -42,30 +41,154 @@ from paragrad.errors import StepFailed
 from paragrad.jobs.fingerprint import describe_callable
 from paragrad.jobs.loss import Loss, LossModule
 from paragrad.jobs.precision import find_shared_dtype
-from paragrad.parallel.registry import (
-    build_exchange,
-    build_passes,
-    check_equal_schedules,
-    has_model_shards,
-)
 from paragrad.planner.cost_formulas import count_collective_bytes
 from paragrad.record.step_log import StepLog
 from paragrad.runtime import allocator, generators
 from paragrad.runtime.stragglers import StragglerMonitor, make_step_failure
 from paragrad.runtime.world import World
-from paragrad.strategies.shares import MicroBatch
-from paragrad.strategies.strategy import Strategy, list_factors
+from paragrad.strategies.shares import Division, MicroBatch
+from paragrad.strategies.strategy import Strategy
 from paragrad.trainer.batch import Batch
 from paragrad.trainer.batch_feed import BatchFeed
 from paragrad.trainer.model_partition import (
-    build_model_partition,
-    check_loss_ranks,
     place_rank,
 )
 from paragrad.trainer.parameter_access import UserModel
 from paragrad.trainer.setup import Setup, TrainerOptions
-from paragrad.trainer.state import TrainingState
 from paragrad.trainer.step_observer import StepObserver, StepResult
+
+
+class TrainingState:
+    """What changes from step to step, besides the values of the model.
+
+    Args:
+        optimizer: The optimizer over the model.
+
+        scheduler: The scheduler, as in Job, or None.
+
+        division: The division of a global batch among the replicas.
+
+        replicas: The replicas of which this rank runs the parts.
+
+        identity: What a checkpoint of the user's own loop must have in common with the training.
+
+    Attributes:
+        optimizer: The optimizer of the present steps.
+
+        scheduler: The scheduler, or None.
+
+        is_scheduled_by_loop: Whether the loop steps the scheduler, and no step of the trainer does.
+
+        initial_optimizer_attributes: The attributes of the optimizer before the first step.
+
+        steps: The number of completed steps.
+
+        own_steps: The number of steps that this trainer made.
+
+        batch_size: The size of the global batch, once it is known; otherwise 0.
+
+        division: The division of a global batch among the replicas.
+
+        replicas: The replicas of which this rank runs the parts.
+
+        restored_tensors: The state that the saved strategy's exchange kept beside the optimizer's
+            state.
+
+        identity: As the argument.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any,
+        division: Division,
+        replicas: list[int],
+        identity: Mapping[str, Any],
+    ) -> None:
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.is_scheduled_by_loop = False
+        self.initial_optimizer_attributes = copy_optimizer_attributes(optimizer)
+        self.steps = 0
+        self.own_steps = 0
+        self.batch_size = 0
+        self.division = division
+        self.replicas = replicas
+        self.restored_tensors: OptimizerState = {}
+        self.identity = identity
+
+    @property
+    def stepped_scheduler(self) -> Any:
+        """The scheduler that every step steps, or None."""
+        return None if self.is_scheduled_by_loop else self.scheduler
+
+    @property
+    def is_check_due(self) -> bool:
+        """Whether the next step is checked: of the own steps these are 1, 2, 4, 8, ..."""
+        return (self.own_steps + 1).bit_count() == 1
+
+    def count_step(self) -> None:
+        """Count a completed step."""
+        self.steps = self.steps + 1
+        self.own_steps = self.own_steps + 1
+
+    def move_to(self, steps: int) -> None:
+        """Set the number of completed steps.
+
+        Args:
+            steps: The number, as serial counts.
+        """
+        self.steps = steps
+
+    def restore(self, steps: int, tensors: OptimizerState) -> None:
+        """Take over the counters of a checkpoint.
+
+        Args:
+            steps: The number of completed steps.
+            tensors: The tensors that the saved strategy's exchange kept.
+        """
+        self.steps = steps
+        self.restored_tensors = tensors
+
+    def use_batch_size(self, batch_size: int) -> None:
+        """Set the size of the global batch.
+
+        Args:
+            batch_size: The number of samples.
+        """
+        self.batch_size = batch_size
+
+    def use_division(self, division: Division) -> None:
+        """Divide global batches otherwise from here on.
+
+        Args:
+            division: The division.
+        """
+        self.division = division
+
+    def use_replicas(self, replicas: list[int]) -> None:
+        """Run the parts of other replicas from here on.
+
+        Args:
+            replicas: The indices of the replicas.
+        """
+        self.replicas = replicas
+
+    def use_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Train with another optimizer from here on.
+
+        Args:
+            optimizer: The optimizer over the same model.
+        """
+        self.optimizer = optimizer
+
+    def leave_scheduler_to_loop(self) -> None:
+        """Let the loop step the scheduler from here on."""
+        self.is_scheduled_by_loop = True
+
+    def allow_early_scheduling(self) -> None:
+        """Let the scheduler step before the optimizer does, without a warning of torch."""
+        self.optimizer._opt_called = True
 
 
 class Training:
@@ -205,7 +328,7 @@ class Training:
             target = inputs if target is None else target
             with self.monitor.track_step(state.steps):
                 if self.setup.layout.is_partitioned and self.user_model is not None:
-                    self.user_model.follow_changes(self.setup.model, self.setup.passes)
+                    self.user_model.follow_changes(self.module.model, self.setup.passes)
                 for each in observers:
                     each.prepare(batch, inputs, target)
                 sums = self.compute_gradients(batch, inputs, target, observers)
@@ -249,7 +372,8 @@ class Training:
             parameter.grad = None
         samples = sum(len(each.positions) for each in batch.micro_batches)
         exchange.start_step(setup.world.stop.is_requested, samples, batch.epoch)
-        setup.layout.reset_sent_bytes()
+        if setup.layout.is_partitioned:
+            setup.layout.reset_sent_bytes()
         setup.module.reset_doubtful_total()
         self.used_autocast = False
         with ExitStack() as stack:
@@ -416,106 +540,15 @@ class Training:
         )
 
     # ---- the setup ---------------------------------------------------------------------------
-    def set_up_exchange(
-        self,
-        has_unused_parameters: bool = False,
-        example_inputs: Any = None,
-        forward: Any = None,
-        keeps_whole_model: bool = False,
-    ) -> Exchange:
-        """Partition the model if the strategy does so, and build its exchange and its passes.
-
-        Collective.
+    def adopt_setup(self, setup: Setup) -> None:
+        """Train with another setup from here on.
 
         Args:
-            has_unused_parameters: Whether a forward leaves parameters unused.
-            example_inputs: The inputs of some samples, or None.
-            forward: Runs model and loss once, or None.
-            keeps_whole_model: Whether the whole model is needed unchanged for a comparison.
-
-        Returns:
-            The exchange.
+            setup: The setup, with a part of the model, an exchange, or passes.
         """
-        strategy, state, options = self.setup.strategy, self.state, self.options
-        check_equal_schedules(self.world, strategy)
-        if has_model_shards(strategy):
-            self._partition_model(example_inputs, keeps_whole_model)
-        probe = options.validation_probe
-        replica = Replica(
-            self.module,
-            state.optimizer,
-            options.clip_norm,
-            has_unused_parameters,
-            self.setup.layout,
-            forward,
-            keeps_whole_model,
-            state.steps,
-            self.setup.layout.select_local_state(state.restored_tensors),
-            state.stepped_scheduler,
-            self.draw_alike,
-            state.batch_size or 1,
-            probe.changed_by_forward if probe else (),
-            options.seed,
-        )
-        exchange = build_exchange(
-            strategy,
-            replica,
-            self.setup.full_world if strategy.servers else self.world,
-            self.log,
-            options.exchange_options,
-        )
-        self.setup = replace(self.setup, exchange=exchange)
-        if exchange.shard_layout is not None:
-            self.setup = replace(
-                self.setup,
-                module=exchange.loss_module,
-                empty_model=exchange.empty_model,
-                pass_contexts=(),
-            )
-            self.batch_norm.adopt_model(self.setup.model)
-        self.setup = replace(self.setup, passes=build_passes(strategy, self, exchange))
-        return exchange
-
-    def _partition_model(self, example_inputs: Any, keeps_whole_model: bool) -> None:
-        """Let this rank hold a part of the model from here on. Collective."""
-        strategy = self.setup.strategy
-        with self.batch_norm.use_probe_mode():
-            partition = build_model_partition(
-                strategy,
-                self.module,
-                self.state.optimizer,
-                self.draws,
-                self.world,
-                example_inputs,
-                self.model_inspections,
-                keep_whole=keeps_whole_model or self.user_model is not None,
-            )
-        self.setup = replace(
-            self.setup,
-            module=partition.module,
-            layout=partition.layout,
-            empty_model=partition.empty_model,
-            draws=partition.draws,
-            pass_contexts=partition.contexts,
-            group_names=partition.groups,
-        )
-        self.batch_norm.adopt_model(self.setup.model)
-        skips_calls = partition.draws.serial_calls is not None or any(
-            each.skips_calls for each in list_factors(strategy)
-        )
-        if self.batch_norm.per_sample_calls and skips_calls:
-            raise StepFailed(
-                "the model has batch norms inside of samples or weights, which are known by the "
-                "number of their call, and in parts calls have others; write them as "
-                "instance_norm, or train it with data(n)"
-            )
-        for choice in partition.choices if self.world.rank == 0 else ():
-            self.log.write_choice(*choice)
-
-    def close_exchange(self) -> None:
-        """Close an exchange that was only for what comes before the first step."""
-        self.exchange.close()
-        self.setup = replace(self.setup, exchange=None, passes=None)
+        if setup.model is not self.setup.model:
+            setup.batch_norm.adopt_model(setup.model)
+        self.setup = setup
 
     def adopt_probe(self, probe: Probe, samples: int) -> None:
         """Keep what a forward and a backward of this rank's first micro-batch showed.

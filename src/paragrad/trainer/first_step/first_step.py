@@ -28,6 +28,7 @@ from paragrad.parallel.registry import has_model_shards
 from paragrad.runtime.world import World
 from paragrad.strategies.shares import Division
 from paragrad.trainer.batch import Batch
+from paragrad.trainer.exchange_setup import set_up_exchange
 from paragrad.trainer.first_step.diagnosis import describe_mismatch, explain_layout_draws
 from paragrad.trainer.first_step.inspect_model import (
     is_given_as_loaded,
@@ -114,7 +115,8 @@ class FirstStep(StepObserver):
             if is_exact_split and training.setup.strategy.changes_layout:
                 raise StepFailed(explain_layout_draws(draw))
         set_up = functools.partial(
-            training.set_up_exchange,
+            set_up_exchange,
+            training,
             probe.has_unused_parameters,
             next(batch.iterate_micro_batches(inputs, target))[1],
             functools.partial(run_model_once, training, batch, inputs, target),

@@ -21,7 +21,7 @@ import torch
 from paragrad.datasets.loading import convert_batch, separate_target
 from paragrad.engine.batch_norm import BatchNorm
 from paragrad.engine.loss_additivity import BatchExcerpt
-from paragrad.engine.model_shard import enter_pass_contexts
+from paragrad.engine.passes import enter_pass_contexts
 from paragrad.engine.probe import use_model_eval_mode
 from paragrad.engine.rng.draws import Draws
 from paragrad.engine.state.preserve_state import ModuleSnapshot, preserve_all_state
