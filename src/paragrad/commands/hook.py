@@ -60,7 +60,7 @@ def hook(
     compressor = chosen_algorithm if isinstance(chosen_algorithm, Compressor) else None
     if compressor is not None:
         compressor.refuse_hook(
-            None if optimizer is None else InspectedOptimizer(optimizer), steps_per_epoch
+            None if optimizer is None else InspectedOptimizer(lambda: optimizer), steps_per_epoch
         )
     elif optimizer is not None or steps_per_epoch is not None:
         raise Refused(

@@ -116,7 +116,7 @@ def parallelize(
         raise Refused(f"{chosen}: {because}")  # whatever the number of ranks
     resolved = resolve_and_check_strategy(chosen, environment)
     with convert_strategy_errors(chosen):
-        resolved.refuse_optimizer(InspectedOptimizer(optimizer, clip_norm), chosen)
+        resolved.refuse_optimizer(InspectedOptimizer(lambda: optimizer, clip_norm), chosen)
     prove_strategy_schedules(chosen, resolved, settings)
     if size is not None or isinstance(chosen.threads, int):
         torch.set_num_threads(choose_thread_count(resolved))

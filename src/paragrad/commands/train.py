@@ -374,7 +374,7 @@ def _write_run_header(record: Recorder, validated_run: ValidatedRun, folder: Pat
             "metric": job.metric_name,
             "unit": "%" if job.metric is accuracy else "",
             "samples": inspection.samples,
-            "parameters": inspection.parameter_count,
+            "parameters": inspection.trained_elements,
             "dtype": str(job.dtype).removeprefix("torch."),
         },
         workers=validated_run.size - validated_run.resolved.servers,

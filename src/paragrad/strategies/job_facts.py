@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from paragrad.errors import Refused
 
 
-class OptimizerFacts(Protocol):
+class OptimizerFacts(ABC):
     """Facts about an optimizer, of a job or of a user's own training loop.
+
+    Validation finds them (`validation/inspected_job.py`). A property is found when it is first
+    read, because it needs the optimizer, and perhaps a trial.
 
     Attributes:
         optimizer: Its name.
@@ -25,29 +29,34 @@ class OptimizerFacts(Protocol):
         clip_norm: The norm to which gradients are clipped, or None.
     """
 
+    clip_norm: float | None
+
     @property
+    @abstractmethod
     def optimizer(self) -> str: ...
 
     @property
+    @abstractmethod
     def update_granularity(self) -> str: ...
 
     @property
+    @abstractmethod
     def has_modes(self) -> bool: ...
 
     @property
+    @abstractmethod
     def keeps_copies(self) -> bool: ...
 
     @property
+    @abstractmethod
     def sgd_groups(self) -> Sequence[Mapping[str, Any]] | None: ...
 
-    @property
-    def clip_norm(self) -> float | None: ...
 
-
-class JobFacts(OptimizerFacts, Protocol):
+class JobFacts(OptimizerFacts):
     """Facts about a job, with those about its optimizer.
 
-    An attribute `..._refusal` is a text that says why something is impossible, or None.
+    An attribute `..._refusal` is a text that says why something is impossible, or None. A property
+    is found when it is first read, because it needs samples, a model or a run.
 
     Attributes:
         job: Its name.
@@ -55,6 +64,8 @@ class JobFacts(OptimizerFacts, Protocol):
         samples: The samples of the training set.
 
         full_batch: The samples of a full batch.
+
+        batch_sizes: The samples of a full batch, and of a shorter last one.
 
         steps: The steps of the training.
 
@@ -69,11 +80,9 @@ class JobFacts(OptimizerFacts, Protocol):
 
         optimizer_refusal: Why the optimizer cannot be built again over the same parameters.
 
-        replaced_parameters: The parameters that a forward replaces by others, or creates.
-
-        batch_sizes: The samples of a full batch, and of a shorter last one.
-
         single_sample_refusal: Why the model cannot train on a single sample.
+
+        replaced_parameters: The parameters that a forward replaces by others, or creates.
 
         other_generators: Generators that draws in the model advance, besides those of torch's
             kernels.
@@ -83,50 +92,33 @@ class JobFacts(OptimizerFacts, Protocol):
         trained_elements: The number of elements of all trained parameters.
     """
 
-    @property
-    def job(self) -> str: ...
+    job: str
+    samples: int
+    full_batch: int
+    batch_sizes: tuple[int, ...]
+    steps: int
+    additivity_refusal: str | None
+    layout_refusal: str | None
+    replaced_parameters: tuple[str, ...]
+    other_generators: tuple[str, ...]
+    uses_autocast: bool
+    trained_elements: int
 
     @property
-    def samples(self) -> int: ...
-
-    @property
-    def full_batch(self) -> int: ...
-
-    @property
-    def steps(self) -> int: ...
-
-    @property
+    @abstractmethod
     def micro_batch_refusal(self) -> str | None: ...
 
     @property
-    def additivity_refusal(self) -> str | None: ...
-
-    @property
-    def layout_refusal(self) -> str | None: ...
-
-    @property
+    @abstractmethod
     def repeatability_refusal(self) -> str | None: ...
 
     @property
+    @abstractmethod
     def optimizer_refusal(self) -> str | None: ...
 
     @property
-    def replaced_parameters(self) -> tuple[str, ...]: ...
-
-    @property
-    def batch_sizes(self) -> tuple[int, ...]: ...
-
-    @property
+    @abstractmethod
     def single_sample_refusal(self) -> str | None: ...
-
-    @property
-    def other_generators(self) -> tuple[str, ...]: ...
-
-    @property
-    def uses_autocast(self) -> bool: ...
-
-    @property
-    def trained_elements(self) -> int: ...
 
 
 def refuse_replaced_parameters(facts: JobFacts, requested: object) -> None:

@@ -62,7 +62,7 @@ class JobInspection:
 
         test_samples: The number of test samples.
 
-        parameter_count: The number of elements of all trained parameters.
+        trained_elements: The number of elements of all trained parameters.
 
         order: The order of the samples.
 
@@ -75,7 +75,7 @@ class JobInspection:
 
         whole_batch_reason: Why collate must be given whole batches, or None.
 
-        whole_loss_reason: Why the loss of a batch is not that of its parts, or None.
+        additivity_refusal: Why the loss of a batch is not that of its parts, or None.
 
         first_loss: The loss of samples from all over the dataset, in eval mode, before training;
             None if there is no such loss.
@@ -87,13 +87,13 @@ class JobInspection:
 
     samples: int
     test_samples: int
-    parameter_count: int
+    trained_elements: int
     order: SampleOrder
     shapes: dict[str, list[int]]
     initial_training: dict[str, Any]
     probe: Probe
     whole_batch_reason: str | None = None
-    whole_loss_reason: str | None = None
+    additivity_refusal: str | None = None
     first_loss: float | None = None
     lazy_inputs: Any = None
     rate_scaling: str | None = None
@@ -155,7 +155,7 @@ def inspect_job(job: Job, data: Path | None = None) -> JobInspection:
     _check_dense_values(job, model)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer, scheduler = _check_job_optimizer(job, model)
-    probe, whole_batch_reason, whole_loss_reason = _probe_model_and_loss(job, model, train)
+    probe, whole_batch_reason, additivity_refusal = _probe_model_and_loss(job, model, train)
     first_loss = compute_initial_loss(job, model, train)
     if test is not None:
         _check_test_batch(job, model.eval(), test)
@@ -173,7 +173,7 @@ def inspect_job(job: Job, data: Path | None = None) -> JobInspection:
         describe_initial_training(job, model, optimizer, scheduler),
         probe,
         whole_batch_reason,
-        whole_loss_reason,
+        additivity_refusal,
         first_loss,
         lazy_inputs,
         rate_scaling,
@@ -459,7 +459,7 @@ def _probe_model_and_loss(
     """Probe the model, and check whether the loss is additive (`engine.loss_additivity`).
 
     Returns:
-        (probe, whole_batch_reason, whole_loss_reason). The reasons say why collate must be given
+        (probe, whole_batch_reason, additivity_refusal). The reasons say why collate must be given
         whole batches, and why the loss of a batch is not that of its parts.
     """
     samples = job.make_samples(train)

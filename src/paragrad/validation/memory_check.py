@@ -63,7 +63,7 @@ def refuse_insufficient_memory(
     # Ranks of another launcher would read the memory at different moments.
     if available is None or device != "cpu" or get_launched_size() is not None:
         return
-    model = inspection.parameter_count * job.parameter_dtype.itemsize
+    model = inspection.trained_elements * job.parameter_dtype.itemsize
     full_batch = min(job.batch, inspection.samples)
     micro = resolved.division.micro
     largest = -(-max(apportion_samples(full_batch, resolved.division.shares)) // micro)

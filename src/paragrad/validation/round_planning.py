@@ -12,9 +12,9 @@ from paragrad.datasets.clients import ClientRounds, assign_samples, read_labels
 from paragrad.datasets.sample_order import SampleOrder
 from paragrad.errors import Refused
 from paragrad.jobs.job import Job, open_dataset
+from paragrad.strategies.job_facts import JobFacts
 from paragrad.strategies.strategy import Strategy
 from paragrad.validation.inspect_job import JobInspection
-from paragrad.validation.inspected_job import InspectedJob
 
 MAX_DRAWN_ROUNDS = 20_000  # the most rounds that are drawn before the first one begins
 
@@ -133,7 +133,7 @@ def refuse_wrapped_tensors(rounds: ClientRounds | None, job: Job, requested: Str
 
 
 def refuse_single_sample_clients(
-    rounds: ClientRounds | None, job_facts: InspectedJob, requested: Strategy
+    rounds: ClientRounds | None, job_facts: JobFacts, requested: Strategy
 ) -> None:
     """Refuse a client with a batch of one sample if the model cannot train on one sample.
 
