@@ -6,6 +6,7 @@ of its ranks before it imports torch.
 """
 
 import importlib
+import sys
 import typing
 
 if typing.TYPE_CHECKING:
@@ -206,7 +207,12 @@ _RENAMED = {
 
 def __getattr__(name: str) -> typing.Any:
     if name in _RENAMED:
-        raise AttributeError(f"paragrad.{name} is now called paragrad.{_RENAMED[name]}")
+        message = f"paragrad.{name} is now called paragrad.{_RENAMED[name]}"
+        # `from paragrad import NAME` asks from this module of Python's import. It drops the message
+        # of an AttributeError, and passes on that of an ImportError.
+        if sys._getframe(1).f_globals.get("__name__") == "importlib._bootstrap":
+            raise ImportError(message, name=__name__)
+        raise AttributeError(message)
     if name in _MODULES:
         return importlib.import_module(f"paragrad.{name}")
     if name not in _HOMES:
