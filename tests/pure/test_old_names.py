@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
 import types
 from dataclasses import fields
+from typing import Any, ClassVar
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -13,19 +16,29 @@ import torch
 import paragrad as pg
 from paragrad.commands.cli import run_command_line
 from paragrad.commands.options import RENAMED_OPTIONS
-from paragrad.strategies.strategy import RENAMED_MEMBERS, Environment, Strategy
+from paragrad.engine.exchange import RENAMED_EXCHANGE_MEMBERS, ExchangeOptions, NoExchange
+from paragrad.engine.passes import RENAMED_PASSES_MEMBERS, SequentialPasses
+from paragrad.errors import StepFailed
+from paragrad.parallel.compression.codec import RENAMED_CODEC_MEMBERS
+from paragrad.parallel.registry import build_exchange, build_passes
+from paragrad.runtime.world import World
 from paragrad.trainer.settings import RENAMED, Settings
-from paragrad.validation.validate import resolve_and_check_strategy
 
 JOB = pg.job("digits")
+FAMILIES = (pg.Strategy, pg.AllReduce, pg.PipelineSchedule, pg.Compressor)
 SGD = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
 
 
 @pytest.mark.parametrize(("old", "new"), [*pg._RENAMED.items()])
 def test_old_public_name_is_refused(old: str, new: str) -> None:
-    with pytest.raises(AttributeError, match=f"paragrad.{old} is now called paragrad.{new}"):
+    message = f"paragrad.{old} is now called paragrad.{new}"
+    with pytest.raises(AttributeError, match=message):
         getattr(pg, old)
+    assert not hasattr(pg, old)
     assert hasattr(pg, new)
+    # Python said "cannot import name", and no new name
+    with pytest.raises(ImportError, match=message):
+        exec(f"from paragrad import {old}")
 
 
 @pytest.mark.parametrize(("old", "new"), [*RENAMED.items()])
@@ -50,20 +63,89 @@ def test_old_argument_is_refused(old: str, new: str) -> None:
     assert named
 
 
-@pytest.mark.parametrize(("old", "new"), [*RENAMED_MEMBERS.items()])
-def test_old_member_of_a_strategy_is_refused(old: str, new: str) -> None:
+def build_old_class(base: type, old: str, **members: Any) -> type:
+    return types.new_class(
+        f"Old{old.title()}", (base,), exec_body=lambda body: body.update({old: None}, **members)
+    )
+
+
+@pytest.mark.parametrize(
+    ("base", "old", "new"),
+    [
+        (base, *names)
+        for base, renamed in (
+            *((family, family.renamed_members) for family in FAMILIES),
+            (pg.Codec, RENAMED_CODEC_MEMBERS),
+        )
+        for names in renamed.items()
+    ],
+)
+def test_old_member_of_a_class_is_refused(base: type, old: str, new: str) -> None:
     """It was ignored without a word: a user's passes never ran."""
-    assert hasattr(Strategy, new) or new in (
+    assert hasattr(base, new) or new in (
         "make_exchange",
         "shard_model",
         "make_passes",
         "guarantees",
+        "clients_per_round",
     )
-    strategy = types.new_class(
-        f"Old{old.title()}", (Strategy,), exec_body=lambda body: body.update({old: None})
+    with pytest.raises(pg.Refused, match=f"has {old}, which is now called {new}$"):
+        build_old_class(base, old)
+
+
+class BringsOldMembers(pg.Strategy):
+    """Its exchange, or its passes, are of a class that a test sets."""
+
+    workers: int = pg.option(pg.Integer(), default=1)
+    brought: ClassVar[type]
+
+    def make_exchange(self, replica: Any, world: Any, log: Any, options: Any) -> Any:
+        return self.brought()
+
+    def make_passes(self, host: Any, exchange: Any) -> Any:
+        return self.brought()
+
+
+@pytest.mark.parametrize("where", ["class", "object"])
+@pytest.mark.parametrize(
+    ("base", "old", "new"),
+    [
+        (base, *names)
+        for base, renamed in (
+            (NoExchange, RENAMED_EXCHANGE_MEMBERS),
+            (SequentialPasses, RENAMED_PASSES_MEMBERS),
+        )
+        for names in renamed.items()
+    ],
+)
+def test_old_member_of_exchange_or_passes_is_refused(
+    base: type, old: str, new: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An attribute counts where an object sets it, too. A method is one of the class."""
+    assert new in inspect.getsource(base.__mro__[1])
+
+    def initialize(self: Any) -> None:
+        if where == "object":
+            setattr(self, old, None)
+
+    brought = (
+        build_old_class(base, old, __init__=initialize)
+        if where == "class"
+        else type("Brought", (base,), {"__init__": initialize})
     )
-    with pytest.raises(pg.Refused, match=f"has {old}, which is now called {new}"):
-        resolve_and_check_strategy(strategy(), Environment())
+    monkeypatch.setattr(BringsOldMembers, "brought", brought, raising=False)
+    strategy: Any = BringsOldMembers()
+    build: Any = build_exchange if base is NoExchange else build_passes
+    arguments = (
+        (MagicMock(), World(), None, ExchangeOptions()) if base is NoExchange else (None, None)
+    )
+    is_method = callable(getattr(base, new, None))
+    with (
+        pytest.raises(StepFailed, match=f"has {old}, which is now called {new}$")
+        if where == "class" or not is_method
+        else contextlib.nullcontext()
+    ):
+        build(strategy, *arguments)
 
 
 @pytest.mark.parametrize(("old", "new"), [*RENAMED_OPTIONS.items()])

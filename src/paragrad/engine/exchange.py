@@ -140,6 +140,35 @@ class Replica:
     seed: int = 0
 
 
+# Members that had another name until version 0.1, and the names that they have now. Those that a
+# class of a user only reads are not here: Python says that they are missing.
+RENAMED_EXCHANGE_MEMBERS = {
+    "counted": "reduce_totals",
+    "averaged": "gather_mean_gradients",
+    "gradients": "gather_gradients",
+    "state": "gather_optimizer_state",
+    "ready": "mark_ready",
+    "uncounted": "refuse_zero_weight",
+    "cause": "find_cause",
+    "dismiss": "dismiss_servers",
+    "count": "count_bytes",
+    "kept": "collect_saved_tensors",
+    "keeps": "saved_names",
+    "settle": "adopt_effective_weights",
+    "standing": "use_effective_weights",
+    "evaluating": "use_evaluation_weights",
+    "sharing": "sharing_ranks",
+    "shards": "shard_layout",
+    "parts": "shard_tensors",
+    "hollow": "empty_model",
+    "stop": "stop_requested",
+    "again": "already_applied",
+    "apart": "steps_alone",
+    "asked": "stop_requests",
+    "largest": "peak_bytes",
+}
+
+
 class Exchange(ABC):
     """Base class of exchanges.
 

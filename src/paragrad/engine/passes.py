@@ -108,6 +108,17 @@ class PassesHost(Protocol):
         ...
 
 
+# members that had another name until version 0.1, and the names that they have now
+RENAMED_PASSES_MEMBERS = {
+    "gradients": "compute_gradients",
+    "output": "compute_output",
+    "outputs": "compute_outputs",
+    "changed": "invalidate_plans",
+    "numbers": "collect_python_numbers",
+    "in_flight": "batches_in_flight",
+}
+
+
 class Passes(ABC):
     """From a batch to gradients: all forward and backward passes of a step.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from math import isfinite
 from typing import Any, ClassVar, dataclass_transform
@@ -273,17 +273,24 @@ class Family(Choice, abstract=True):
 
     Attributes:
         members: The classes, by name.
+
+        renamed_members: What a class may not define, because it had this name until version 0.1,
+            and the name that it has now.
     """
 
     __slots__ = ()
     members: ClassVar[dict[str, type[Choice]]]
+    renamed_members: ClassVar[Mapping[str, str]] = {"check": "check_options"}
 
     def __init_subclass__(cls, abstract: bool = False, **keywords: Any) -> None:
         super().__init_subclass__(abstract=abstract, **keywords)
         if Family in cls.__bases__:
             cls.members = {}
             families.append(cls)
-        elif not abstract:
+            return
+        if problem := find_renamed_member(cls, cls.renamed_members):
+            raise Refused(problem)
+        if not abstract:
             if cls.name in RESERVED_NAMES:
                 raise Refused(
                     f"{cls.__name__} would be called {cls.name}, a word of the notation; give it "
@@ -298,6 +305,26 @@ class Family(Choice, abstract=True):
                     f"{same_named.__module__}.{same_named.__qualname__} is; give it another name"
                 )
             cls.members[cls.name] = cls
+
+
+def find_renamed_member(
+    cls: type, renamed_members: Mapping[str, str], attributes: Container[str] = ()
+) -> str | None:
+    """Return which member of a class now has another name, as a sentence, or None.
+
+    The library would ignore such a member.
+
+    Args:
+        cls: The class, perhaps a user's.
+        renamed_members: The old names of members, and their names now.
+        attributes: What an object of the class set on itself. The old name of a method does not
+            count there.
+    """
+    for name, new_name in renamed_members.items():
+        is_set = name in attributes and not callable(getattr(cls, new_name, None))
+        if is_set or hasattr(cls, name):
+            return f"{cls.__module__}.{cls.__qualname__} has {name}, which is now called {new_name}"
+    return None
 
 
 def _is_same_definition(one: type, other: type) -> bool:

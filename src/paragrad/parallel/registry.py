@@ -8,16 +8,23 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from paragrad.engine.exchange import Exchange, ExchangeOptions, NoExchange, Replica
+from paragrad.engine.exchange import (
+    RENAMED_EXCHANGE_MEMBERS,
+    Exchange,
+    ExchangeOptions,
+    NoExchange,
+    Replica,
+)
 from paragrad.engine.model_shard import ModelShard
-from paragrad.engine.passes import Passes, PassesHost, SequentialPasses
+from paragrad.engine.passes import RENAMED_PASSES_MEMBERS, Passes, PassesHost, SequentialPasses
 from paragrad.errors import StepFailed
+from paragrad.notation.choices import find_renamed_member
 from paragrad.record.step_log import StepLog
 from paragrad.runtime import stragglers
 from paragrad.runtime.world import World
@@ -240,8 +247,8 @@ def build_exchange(
         The exchange.
 
     Raises:
-        StepFailed: The strategy returned something else than an exchange, or it has servers and its
-            exchange lacks a method for them.
+        StepFailed: The strategy returned something else than an exchange, its exchange has a member
+            under an old name, or the strategy has servers and its exchange lacks a method for them.
     """
     result: Any = NoExchange(replica)
     if factors := select_factors(strategy, "make_exchange"):  # at most one (see validation)
@@ -256,6 +263,7 @@ def build_exchange(
             f"the exchange of {factors[0].name} is a {type(result).__name__}; return a "
             "paragrad.Exchange"
         )
+    _refuse_renamed_members(result, RENAMED_EXCHANGE_MEMBERS)
     need = "serve" if options.is_server(strategy, world.rank) else "dismiss_servers"
     if strategy.servers and getattr(type(result), need) is getattr(Exchange, need):
         raise StepFailed(
@@ -285,7 +293,8 @@ def build_passes(strategy: Strategy, host: PassesHost, exchange: Exchange) -> Pa
         The passes.
 
     Raises:
-        StepFailed: The strategy returned something else than passes.
+        StepFailed: The strategy returned something else than passes, or they have a member under an
+            old name.
     """
     factors = select_factors(strategy, "make_passes")
     passes = (
@@ -297,7 +306,18 @@ def build_passes(strategy: Strategy, host: PassesHost, exchange: Exchange) -> Pa
         raise StepFailed(
             f"the passes of {strategy} are a {type(passes).__name__}; return paragrad.Passes"
         )
+    _refuse_renamed_members(passes, RENAMED_PASSES_MEMBERS)
     return passes
+
+
+def _refuse_renamed_members(value: object, renamed_members: Mapping[str, str]) -> None:
+    """Refuse an old name of a member that a user's class defines, or its object sets.
+
+    Raises:
+        StepFailed: There is such a member; the message says its name of today.
+    """
+    if problem := find_renamed_member(type(value), renamed_members, vars(value)):
+        raise StepFailed(problem)
 
 
 def _find_function(strategy: Strategy, name: str) -> Any:

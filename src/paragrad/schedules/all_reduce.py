@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Self
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from paragrad.notation.choices import Family
 from paragrad.schedules.actions import Program
@@ -21,6 +22,10 @@ class AllReduce(Family, abstract=True):
     """
 
     __slots__ = ()
+    renamed_members: ClassVar[Mapping[str, str]] = {
+        **Family.renamed_members,
+        "resolved": "resolve",
+    }
     reproducible = False
 
     if TYPE_CHECKING:  # each class defines it; the proof refuses a class without it

@@ -23,10 +23,10 @@ sums of gradients are those of one worker.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from paragrad.notation.choices import Family, Integer, option
 from paragrad.schedules.actions import Compute, Program, Recv, Send, Slot
@@ -45,6 +45,10 @@ class PipelineSchedule(Family, abstract=True):
     """
 
     __slots__ = ()
+    renamed_members: ClassVar[Mapping[str, str]] = {
+        **Family.renamed_members,
+        "filled": "pad_micro_count",
+    }
     if TYPE_CHECKING:  # each class defines them
 
         @property

@@ -39,6 +39,14 @@ class Compressor(Family, abstract=True):
     """
 
     __slots__ = ()
+    renamed_members: ClassVar[Mapping[str, str]] = {
+        **Family.renamed_members,
+        "in_epoch": "adapt_to_epoch",
+        "unpriced": "pricing_refusal",
+        "refuse_reduce": "refuse_all_reduce",
+        "refuse_updates": "refuse_optimizer",
+        "refuse_hooked": "refuse_hook",
+    }
     sums: ClassVar[bool] = False
     feedback: ClassVar[bool] = True
     agrees: ClassVar[bool] = False

@@ -88,8 +88,14 @@ class ScheduleUse:
 
 
 # How an optimizer updates. The later in this list, the more of the model one rank must hold.
+PER_ELEMENT = "element"
+PER_TENSOR = "tensor"
+WHOLE_MODEL = "all"
+UPDATE_GRANULARITIES = (PER_ELEMENT, PER_TENSOR, WHOLE_MODEL)
+
 # Members of a strategy that had another name until version 0.1, and the names that they have now.
 RENAMED_MEMBERS = {
+    **Family.renamed_members,
     "exchange": "make_exchange",
     "share": "shard_model",
     "passes": "make_passes",
@@ -103,6 +109,8 @@ RENAMED_MEMBERS = {
     "recovers": "can_recover",
     "lays_out": "changes_layout",
     "cuts_micro": "schedules_micro_batches",
+    "verified": "verifiable",
+    "taking": "clients_per_round",
     "replica": "is_replicated",
     "reference": "is_reference",
     "bucketed": "uses_buckets",
@@ -121,11 +129,6 @@ RENAMED_MEMBERS = {
     "noticed": "list_warnings",
     "refuse_beside": "refuse_factors",
 }
-
-PER_ELEMENT = "element"
-PER_TENSOR = "tensor"
-WHOLE_MODEL = "all"
-UPDATE_GRANULARITIES = (PER_ELEMENT, PER_TENSOR, WHOLE_MODEL)
 
 
 class Strategy(Family, abstract=True):
@@ -172,6 +175,7 @@ class Strategy(Family, abstract=True):
         batch_norm: Which samples batch statistics are of: "whole" micro-batches, or each "share".
     """
 
+    renamed_members = RENAMED_MEMBERS
     is_replicated = False
     is_reference = False
     schedules_micro_batches = False

@@ -46,7 +46,6 @@ from paragrad.schedules.fault_injection import inject_fault
 from paragrad.shm.region import explain_unavailable_shm
 from paragrad.strategies.registry import resolve_strategy, strategy
 from paragrad.strategies.strategy import (
-    RENAMED_MEMBERS,
     UPDATE_GRANULARITIES,
     Environment,
     Guarantees,
@@ -300,11 +299,6 @@ def resolve_and_check_strategy(requested: Strategy, environment: Environment) ->
         Refused: If the strategy is incomplete or inconsistent.
     """
     for factor in _list_custom_factors(requested):
-        for name, new_name in RENAMED_MEMBERS.items():
-            if hasattr(type(factor), name):
-                raise Refused(
-                    f"{_qualify_strategy_name(factor)} has {name}, which is now called {new_name}"
-                )
         for name, repair in (
             ("workers", "give it the field `workers: int = option(Integer())`"),
             ("guarantees", "give it a property `guarantees`, such as Guarantees(exact=False)"),

@@ -24,7 +24,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from paragrad.errors import StepFailed
+from paragrad.errors import Refused, StepFailed
+from paragrad.notation.choices import find_renamed_member
 from paragrad.strategies.compressors import Compressor
 
 Payload = tuple[Tensor, ...]
@@ -45,6 +46,17 @@ CODEC_MODULES = {
 }
 
 
+# members that had another name until version 0.1, and the names that they have now
+RENAMED_CODEC_MEMBERS = {
+    "asks": "propose_agreement",
+    "settled": "conclude_agreement",
+    "take": "remove_sent",
+    "summed": "adopt_sum",
+    "like": "describe_payload",
+    "varies": "has_variable_length",
+}
+
+
 class Codec(ABC):
     """Compresses one tensor, which is given as a vector.
 
@@ -62,6 +74,11 @@ class Codec(ABC):
 
     has_variable_length: ClassVar[bool] = False
     memory: Tensor | None = None
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        if problem := find_renamed_member(cls, RENAMED_CODEC_MEMBERS):
+            raise Refused(problem)
 
     def __init__(self, shape: Sequence[int]) -> None:
         self.shape = tuple(shape)
