@@ -26,7 +26,7 @@ from paragrad.report.printing import print_facts, print_rows
 from paragrad.report.run import Run
 from paragrad.report.timing import measure_step_time
 from paragrad.strategies.compressors import Compressor
-from paragrad.strategies.registry import collect_all_reduces, collect_strategies
+from paragrad.strategies.registry import Strategy, collect_all_reduces
 from paragrad.strategies.shares import Division, split_micro_batches
 from paragrad.trainer.checkpoint.checkpoint_files import list_checkpoint_folders, read_folder_step
 from paragrad.validation.validate import ValidatedRun
@@ -394,7 +394,7 @@ def print_strategies(as_json: bool) -> None:
     rows = [
         (kind, cls.name, _get_first_doc_line(cls))
         for kind, classes in (
-            ("strategy", collect_strategies()),
+            ("strategy", Strategy.members),
             ("reduce", collect_all_reduces()),
             ("compress", Compressor.members),
         )

@@ -358,16 +358,3 @@ class Dgc(Compressor):
                 "steps_per_epoch=len(loader), or warmup=0"
             )
         self.refuse_optimizer(optimizer_facts, hook)
-
-
-# The built-in compressors.
-COMPRESSORS: tuple[type[Compressor], ...] = (
-    Threshold,
-    TopK,
-    OneBit,
-    Int8,
-    PowerSgd,
-    Bf16,
-    Fp16,
-    Dgc,
-)

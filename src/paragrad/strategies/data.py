@@ -24,7 +24,6 @@ class Native(Choice):
 
 AllReduce.members[Native.name] = Native  # no other all-reduce may have this name
 ALL_REDUCE_SCHEDULES: tuple[type[Choice], ...] = (*LEVEL_ALGORITHMS, TwoLevel)  # the built-in ones
-ALL_REDUCE_ALGORITHMS: tuple[type[Choice], ...] = (Native, *ALL_REDUCE_SCHEDULES)
 
 
 class Data(Strategy):

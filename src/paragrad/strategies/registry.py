@@ -6,34 +6,21 @@ from paragrad.errors import Refused
 from paragrad.notation.choices import Choice, build_choice
 from paragrad.notation.grammar import parse_products
 from paragrad.schedules.all_reduce import AllReduce as AllReduce
-from paragrad.strategies.branch import Branch
-from paragrad.strategies.data import Data, Native
-from paragrad.strategies.federated import Federated
-from paragrad.strategies.local import Local
-from paragrad.strategies.pipeline import Pipeline, Place
-from paragrad.strategies.serial import Serial
-from paragrad.strategies.server import Server
-from paragrad.strategies.spatial import Spatial
+
+# imported so that every built-in strategy is among Strategy.members
+from paragrad.strategies import (  # noqa: F401
+    branch,
+    federated,
+    local,
+    pipeline,
+    serial,
+    server,
+    spatial,
+    tensor,
+)
+from paragrad.strategies.data import Native
 from paragrad.strategies.strategy import Environment, Product, ScheduleUse
 from paragrad.strategies.strategy import Strategy as Strategy
-from paragrad.strategies.tensor import Tensor
-
-STRATEGIES: dict[str, type[Strategy]] = {
-    cls.name: cls
-    for cls in (
-        Serial,
-        Data,
-        Tensor,
-        Spatial,
-        Branch,
-        Place,
-        Pipeline,
-        Server,
-        Local,
-        Federated,
-    )
-}
-
 
 # Names in other libraries, in lower case -> what they are called here.
 FOREIGN_NAMES = {
@@ -75,11 +62,6 @@ FOREIGN_NAMES = {
 }
 
 
-def collect_strategies() -> dict[str, type[Strategy]]:
-    """Return the strategies by name, built-in ones and the user's own."""
-    return Strategy.members  # type: ignore[return-value]
-
-
 def collect_all_reduces() -> dict[str, type[Choice]]:
     """Return the all-reduces by name, built-in ones and the user's own."""
     return {Native.name: Native, **AllReduce.members}  # native comes first
@@ -100,7 +82,7 @@ def parse_strategies(text: str) -> tuple[Strategy, ...]:
     parsed: list[Strategy] = []
     for product in parse_products(text):
         factors = tuple(
-            build_choice(call, dict(collect_strategies()), "strategy", elsewhere=elsewhere)
+            build_choice(call, Strategy.members, "strategy", elsewhere=elsewhere)
             for call in product
         )
         parsed.append(
