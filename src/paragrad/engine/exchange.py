@@ -30,9 +30,10 @@ from paragrad.engine.optimizer.modes import (
     set_optimizer_mode,
     use_optimizer_eval_mode,
 )
-from paragrad.errors import StepFailed
+from paragrad.errors import Refused, StepFailed
 from paragrad.executors.machine import Machine
 from paragrad.jobs.loss import LossModule
+from paragrad.notation.choices import find_renamed_member
 from paragrad.strategies.strategy import Strategy
 
 # names under which the bytes of a test and of a checkpoint are counted
@@ -250,6 +251,11 @@ class Exchange(ABC):
     doubtful_weight = 0.0
     weight = 0.0
     weight_share = 0.0
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        if problem := find_renamed_member(cls, RENAMED_EXCHANGE_MEMBERS):
+            raise Refused(problem)
 
     def __init__(self, replica: Replica) -> None:
         self.loss_module = replica.module

@@ -27,8 +27,9 @@ from paragrad.engine.model_shard import PassContext
 from paragrad.engine.probe import find_nonfinite_tensor
 from paragrad.engine.rng.draws import CallNumbers, Draws, key_test_draws
 from paragrad.engine.unwrap import WrappedTensor, unwrap
-from paragrad.errors import StepFailed
+from paragrad.errors import Refused, StepFailed
 from paragrad.jobs.loss import LossModule, call_model
+from paragrad.notation.choices import find_renamed_member
 from paragrad.record.step_log import StepLog
 from paragrad.runtime.world import World
 from paragrad.strategies.shares import MicroBatch
@@ -147,6 +148,11 @@ class Passes(ABC):
     peak_bytes = 0
     forward_seconds = 0.0
     forward_cpu_seconds = 0.0
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        if problem := find_renamed_member(cls, RENAMED_PASSES_MEMBERS):
+            raise Refused(problem)
 
     def __init__(self, host: PassesHost, exchange: Exchange) -> None:
         self.host = host

@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import re
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from math import isfinite
 from typing import Any, ClassVar, dataclass_transform
@@ -307,9 +307,7 @@ class Family(Choice, abstract=True):
             cls.members[cls.name] = cls
 
 
-def find_renamed_member(
-    cls: type, renamed_members: Mapping[str, str], attributes: Container[str] = ()
-) -> str | None:
+def find_renamed_member(cls: type, renamed_members: Mapping[str, str]) -> str | None:
     """Return which member of a class now has another name, as a sentence, or None.
 
     The library would ignore such a member.
@@ -317,12 +315,9 @@ def find_renamed_member(
     Args:
         cls: The class, perhaps a user's.
         renamed_members: The old names of members, and their names now.
-        attributes: What an object of the class set on itself. The old name of a method does not
-            count there.
     """
     for name, new_name in renamed_members.items():
-        is_set = name in attributes and not callable(getattr(cls, new_name, None))
-        if is_set or hasattr(cls, name):
+        if hasattr(cls, name):
             return f"{cls.__module__}.{cls.__qualname__} has {name}, which is now called {new_name}"
     return None
 

@@ -8,23 +8,21 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from paragrad.engine.exchange import (
-    RENAMED_EXCHANGE_MEMBERS,
     Exchange,
     ExchangeOptions,
     NoExchange,
     Replica,
 )
 from paragrad.engine.model_shard import ModelShard
-from paragrad.engine.passes import RENAMED_PASSES_MEMBERS, Passes, PassesHost, SequentialPasses
+from paragrad.engine.passes import Passes, PassesHost, SequentialPasses
 from paragrad.errors import StepFailed
-from paragrad.notation.choices import find_renamed_member
 from paragrad.record.step_log import StepLog
 from paragrad.runtime import stragglers
 from paragrad.runtime.world import World
@@ -263,7 +261,6 @@ def build_exchange(
             f"the exchange of {factors[0].name} is a {type(result).__name__}; return a "
             "paragrad.Exchange"
         )
-    _refuse_renamed_members(result, RENAMED_EXCHANGE_MEMBERS)
     need = "serve" if options.is_server(strategy, world.rank) else "dismiss_servers"
     if strategy.servers and getattr(type(result), need) is getattr(Exchange, need):
         raise StepFailed(
@@ -306,18 +303,7 @@ def build_passes(strategy: Strategy, host: PassesHost, exchange: Exchange) -> Pa
         raise StepFailed(
             f"the passes of {strategy} are a {type(passes).__name__}; return paragrad.Passes"
         )
-    _refuse_renamed_members(passes, RENAMED_PASSES_MEMBERS)
     return passes
-
-
-def _refuse_renamed_members(value: object, renamed_members: Mapping[str, str]) -> None:
-    """Refuse an old name of a member that a user's class defines, or its object sets.
-
-    Raises:
-        StepFailed: There is such a member; the message says its name of today.
-    """
-    if problem := find_renamed_member(type(value), renamed_members, vars(value)):
-        raise StepFailed(problem)
 
 
 def _find_function(strategy: Strategy, name: str) -> Any:
