@@ -176,27 +176,108 @@ def test_imports_form_no_circle() -> None:
     users = {name: imports(path) & MODULES.keys() for name, path in MODULES.items()}
     while free := [name for name, found in users.items() if not found & users.keys()]:
         users = {name: found for name, found in users.items() if name not in free}
-    trainer = {"paragrad.trainer.trainer"} | {
-        f"paragrad.trainer.first_step.{name}"
-        for name in ("setup", "reference_step", "inspect_model", "diagnosis")
-    }
     circle = {name for name in users if any(name in users[other] for other in users)}
-    assert circle - users_outside(users) == trainer
+    assert not circle
 
 
-def users_outside(users: dict[str, set[str]]) -> set[str]:
-    """Modules that only use a circle: no module of it uses them."""
-    outside: set[str] = set()
-    while True:
-        more = {
-            name
-            for name in users
-            if name not in outside
-            and not any(name in users[other] for other in users if other not in outside)
-        }
-        if not more:
-            return outside
-        outside |= more
+# ---- the trainer -----------------------------------------------------------------------------
+TRAINER_CLASSES = {
+    (name, node.name): node
+    for name, path in MODULES.items()
+    if name.startswith("paragrad.trainer")
+    for node in ast.parse(path.read_text()).body
+    if isinstance(node, ast.ClassDef)
+}
+# What a trainer consists of, besides the step: the fields of values that they hold count too.
+PARTS = {
+    "TrainerOptions",
+    "Setup",
+    "TrainingState",
+    "StepObserver",
+    "FirstStep",
+    "PaceObserver",
+    "NoiseObserver",
+    "RecordObserver",
+}
+
+
+def list_attributes(node: ast.ClassDef) -> dict[str, str]:
+    """List the attributes of a class that are set on an object, with their annotations."""
+    found = {}
+    for each in node.body:
+        if isinstance(each, ast.AnnAssign):
+            found[ast.unparse(each.target)] = ast.unparse(each.annotation)
+        for part in ast.walk(each) if isinstance(each, ast.FunctionDef) else ():
+            targets = part.targets if isinstance(part, ast.Assign) else []
+            annotation = ""
+            if isinstance(part, ast.AnnAssign):
+                targets, annotation = [part.target], ast.unparse(part.annotation)
+            for target in targets:
+                for one in target.elts if isinstance(target, ast.Tuple) else [target]:
+                    if isinstance(one, ast.Attribute) and ast.unparse(one.value) == "self":
+                        found.setdefault(one.attr, annotation)
+    return found
+
+
+def is_frozen_value(node: ast.ClassDef) -> bool:
+    return any("frozen=True" in ast.unparse(each) for each in node.decorator_list)
+
+
+@pytest.mark.parametrize("key", TRAINER_CLASSES, ids=lambda key: ".".join(key))
+def test_trainer_classes_have_at_most_fifteen_attributes(key: tuple[str, str]) -> None:
+    values = {name: node for (_, name), node in TRAINER_CLASSES.items() if is_frozen_value(node)}
+    attributes = list_attributes(TRAINER_CLASSES[key])
+    nested = (
+        []
+        if key[1] not in PARTS
+        else [
+            field
+            for annotation in attributes.values()
+            for name in values.keys() & {*re.findall(r"\w+", annotation)}
+            for field in list_attributes(values[name])
+        ]
+    )
+    if key != ("paragrad.trainer.settings", "Settings"):  # what a user types
+        assert len(attributes) + len(nested) <= 15, (attributes, nested)
+
+
+def test_trainer_functions_have_at_most_eight_parameters() -> None:
+    for name, path in MODULES.items():
+        if name.startswith("paragrad.trainer"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.FunctionDef):
+                    arguments = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+                    counted = [each.arg for each in arguments if each.arg not in ("self", "cls")]
+                    assert len(counted) <= 8, f"{name}.{node.name}: {counted}"
+
+
+# attributes that torch's objects have too
+OF_TORCH = {"grad", "data", "state", "training", "batch_norm", "instance_norm"}
+
+
+def test_attributes_are_assigned_inside_their_class() -> None:
+    """In the engine and above `parallel`. An optimizer of torch has no method for its flag."""
+    own = {
+        attribute
+        for path in MODULES.values()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+        for attribute in list_attributes(node)
+    } - OF_TORCH
+    folders = {"engine", *PACKAGES[PACKAGES.index("parallel") + 1 :]}
+    for name, path in MODULES.items():
+        if name.split(".")[1] not in folders:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            if isinstance(node, ast.AugAssign | ast.AnnAssign):
+                targets = [node.target]
+            for target in targets:
+                for one in target.elts if isinstance(target, ast.Tuple) else [target]:
+                    if isinstance(one, ast.Attribute) and one.attr in own:
+                        assert ast.unparse(one.value) in ("self", "cls", "ctx"), (
+                            f"{name}:{node.lineno} {ast.unparse(one)}"
+                        )
 
 
 # words for a strategy in the code, and what only a strategy is called

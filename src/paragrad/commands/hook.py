@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -164,6 +165,14 @@ class CompressedBuckets(BucketQueue):
             compressor, self.world, self._sum_vector, feedback=feedback
         )
 
+    def count_bucket(self, is_last: bool) -> None:
+        """Count a step after its last bucket.
+
+        Args:
+            is_last: whether DDP reported the last bucket of a step.
+        """
+        self.step += is_last
+
     def close(self) -> None:
         """End the queue's thread and return the momentum to the optimizer."""
         super().close()
@@ -281,9 +290,10 @@ def _pair_gradients(parameters: Sequence[Tensor], vector: Tensor) -> list[tuple[
 # DDP checks annotations, and accepts none or its own
 def _compress_in_hook(queue, bucket):  # type: ignore[no-untyped-def]
     pending = make_pending_bucket(bucket.index(), bucket.buffer())
-    pending.step, pending.pairs = queue.step, _pair_gradients(bucket.parameters(), pending.vector)
+    pairs = _pair_gradients(bucket.parameters(), pending.vector)
+    pending = replace(pending, step=queue.step, pairs=pairs)
     queue.put_bucket(pending)
-    queue.step += bucket.is_last()
+    queue.count_bucket(bucket.is_last())
     # value() raises an exception that was set; DDP would take it for a tensor
     return pending.future.then(lambda future: future.value())
 

@@ -276,6 +276,11 @@ class Layout:
         self.output_rank_count = 1
         self.divided_names: list[str] | None = None
 
+    def count_output_ranks(self) -> None:
+        """Count the ranks of a replica that have the loss. Collective."""
+        has_output = torch.tensor(float(self.has_output))
+        self.output_rank_count = int(self.world.all_reduce(has_output))
+
     def reset_sent_bytes(self) -> None:
         """Count the bytes of messages from 0 again."""
         self.sent_bytes = 0
@@ -370,7 +375,7 @@ class Layout:
                 squares[self.specs[name].name] += (
                     float(torch.linalg.vector_norm(tensor, dtype=wide)) ** 2
                 )
-        sums = self._all_reduce(torch.tensor([*squares.values()], dtype=torch.float64)).sqrt()
+        sums = self.all_reduce(torch.tensor([*squares.values()], dtype=torch.float64)).sqrt()
         return dict(zip(squares, sums.tolist(), strict=True))
 
     def clip_gradients(self, parameters: Mapping[str, Tensor], max_norm: float) -> None:
@@ -404,7 +409,7 @@ class Layout:
             return
         if self.divided_names is None:
             local_counts = Counter(self.specs[name].name for name in parameters)
-            holders = self._all_reduce(
+            holders = self.all_reduce(
                 torch.tensor([float(local_counts[name]) for name in self.serial_names])
             ).tolist()
             self.divided_names = [
@@ -424,7 +429,7 @@ class Layout:
         used = dict(
             zip(
                 has_gradient,
-                self._all_reduce(torch.tensor([*has_gradient.values()]), "MAX").tolist(),
+                self.all_reduce(torch.tensor([*has_gradient.values()]), "MAX").tolist(),
                 strict=True,
             )
         )
@@ -435,7 +440,7 @@ class Layout:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             for world in self.specs[name].gradient_worlds:
-                parameter.grad = self._all_reduce(parameter.grad, subworld=world)
+                parameter.grad = self.all_reduce(parameter.grad, subworld=world)
 
     def select_copies(
         self, parameters: Mapping[str, Tensor], replicas: int
@@ -516,9 +521,19 @@ class Layout:
         gathered = [each.tolist() for each in self.world.all_gather(local_numbers)]
         return [each[1:] for each in sorted(gathered, key=lambda each: each[0])]
 
-    def _all_reduce(
+    def all_reduce(
         self, tensor: Tensor, operation: str = "SUM", subworld: World | None = None
     ) -> Tensor:
+        """Combine a tensor over ranks, and count the bytes. Collective.
+
+        Args:
+            tensor: The tensor of this rank.
+            operation: "SUM", "MAX" or "MIN".
+            subworld: The ranks; None for all ranks of this replica.
+
+        Returns:
+            The combined tensor.
+        """
         world = subworld or self.world
         self.sent_bytes += count_collective_bytes("all_reduce", tensor.nbytes, world.size)
         return world.all_reduce(tensor, operation)

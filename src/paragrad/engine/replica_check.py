@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from paragrad.engine.layout import Layout
 from paragrad.engine.state.values import get_accumulation_dtype
-from paragrad.planner.cost_formulas import count_collective_bytes
 
 TensorKey = tuple[str, str]  # name of a serial tensor, and which part of it
 
@@ -107,7 +106,4 @@ class DuplicateTensors:
         return spec.name, str((spec.where, spec.dim))
 
     def _sum_over_ranks(self, tensor: Tensor) -> Tensor:
-        self.layout.sent_bytes += count_collective_bytes(
-            "all_reduce", tensor.nbytes, self.layout.world.size
-        )
-        return self.layout.world.all_reduce(tensor)
+        return self.layout.all_reduce(tensor)

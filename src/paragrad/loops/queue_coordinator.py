@@ -193,20 +193,21 @@ class QueueCoordinator(Loop[int]):
             validated_run.settings.timeout,
             self.handle_report,
         )
-        self.queue.updates_made = (
-            validated_run.resume_checkpoint.step if validated_run.resume_checkpoint else 0
-        )
+        resumed = validated_run.resume_checkpoint
+        self.queue.count_updates_from(resumed.step if resumed else 0)
         self.next_process = self.strategy.size
         join_endpoint = self.endpoints.build_join_endpoint(None, Path(allow)) if allow else None
         if join_endpoint is not None:
-            self.queue.join_handler = JoinCoordinator(
-                validated_run,
-                folder,
-                record,
-                self.endpoints,
-                join_endpoint.allowed_folder,
-                self.allocate_number,
-                self.record_event,
+            self.queue.admit_joins(
+                JoinCoordinator(
+                    validated_run,
+                    folder,
+                    record,
+                    self.endpoints,
+                    join_endpoint.allowed_folder,
+                    self.allocate_number,
+                    self.record_event,
+                )
             )
         self.listener = Listener(
             MAX_REPLY_BYTES,
@@ -230,7 +231,7 @@ class QueueCoordinator(Loop[int]):
         self.reported_at = -1.0
         self.shown_step = 0
         self.unrecorded_shares: list[tuple[Ticket, dict[str, Any], list[int]]] = []
-        self.step = self.queue.updates_made
+        self.step = resumed.step if resumed else 0
         self.start = (0, 0)
         self.saved_items = (
             {("checkpoint", self.step)}
@@ -252,7 +253,7 @@ class QueueCoordinator(Loop[int]):
                 self.folder if self.validated_run.settings.tensorboard else None
             ) as self.write_events:
                 status = self.train_epochs()
-            self.queue.is_ended = True
+            self.queue.end_training()
             self.close_processes()
         finally:
             self.listener.close()

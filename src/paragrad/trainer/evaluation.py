@@ -14,14 +14,13 @@ from torch import Tensor
 from paragrad.datasets.loader_processes import load_batches
 from paragrad.datasets.loading import Samples, clone_batch, convert_batch, separate_target
 from paragrad.engine.layout import Layout, check_loss_ranks
-from paragrad.engine.passes import Passes
 from paragrad.engine.probe import use_model_eval_mode
 from paragrad.engine.state.preserve_state import preserve_all_state
 from paragrad.errors import StepFailed, describe_error
 from paragrad.jobs.loss import LossModule, call_model
-from paragrad.runtime.world import World
 from paragrad.schedules.actions import split_evenly
 from paragrad.strategies.shares import Division, count_largest_micro_batch
+from paragrad.trainer.setup import Setup
 
 EVALUATION_BATCH = 256  # the largest number of samples that are evaluated at once
 
@@ -30,10 +29,7 @@ Returned = TypeVar("Returned")
 
 
 def evaluate_dataset(
-    world: World,
-    module: LossModule,
-    passes: Passes | None,
-    layout: Layout,
+    setup: Setup,
     samples: Samples,
     metric: Metric | None,
     dtype: torch.dtype | None,
@@ -49,13 +45,7 @@ def evaluate_dataset(
     loss is read off its graph.
 
     Args:
-        world: The ranks that divide the samples.
-
-        module: Model and loss.
-
-        passes: The passes of the strategy, or None before the first step.
-
-        layout: The layout of the partitioned model.
+        setup: What strategy and model are resolved to.
 
         samples: The samples to evaluate.
 
@@ -74,6 +64,7 @@ def evaluate_dataset(
     Returns:
         {"value", "weight"}: the mean and the weight it is over.
     """
+    world, module, passes = setup.samples_world, setup.module, setup.passes
     total = 0.0
     weight = 0.0
     gradients = metric is None and module.uses_graph_divisor
@@ -99,14 +90,14 @@ def evaluate_dataset(
             batch_sums = score(given, places, gradients)
         except RuntimeError:
             # The other ranks of a replica would not repeat the batch.
-            if kept is None or layout.is_partitioned:
+            if kept is None or setup.layout.is_partitioned:
                 raise
             gradients = True
             batch_sums = score(kept, places, gradients)
         total = total + batch_sums[0]
         weight = weight + batch_sums[1]
     sums = world.all_reduce(torch.tensor([total, weight], dtype=torch.float64))
-    total, weight = share_output_sums(layout, sums.tolist())
+    total, weight = share_output_sums(setup.layout, sums.tolist())
     return {"value": total / weight if weight else math.nan, "weight": weight}
 
 

@@ -217,7 +217,7 @@ def _check_partition(
 
     Collective.
     """
-    layout.output_rank_count = int(layout.world.all_reduce(torch.tensor(float(shard.has_output))))
+    layout.count_output_ranks()
     rank_reports = layout.world.gather_objects(
         (
             _find_wrong_tensor(shard, serial),

@@ -350,10 +350,7 @@ class Trainer:
             enter_pass_contexts(setup.pass_contexts),
         ):
             return evaluate_dataset(
-                setup.samples_world,
-                setup.module,
-                setup.passes,
-                setup.layout,
+                setup,
                 samples,
                 metric,
                 training.feed.dtype,

@@ -219,6 +219,26 @@ class WorkQueue:
     refusals: Counter[str] = field(default_factory=Counter)
     join_handler: JoinHandler | None = None
 
+    def count_updates_from(self, updates_made: int) -> None:
+        """Count the updates from here on.
+
+        Args:
+            updates_made: The number of updates so far.
+        """
+        self.updates_made = updates_made
+
+    def admit_joins(self, join_handler: JoinHandler) -> None:
+        """Let workers from other hosts join.
+
+        Args:
+            join_handler: Handles these workers.
+        """
+        self.join_handler = join_handler
+
+    def end_training(self) -> None:
+        """Give out no more tickets: the training is over."""
+        self.is_ended = True
+
     def add_tickets(self, tickets: Iterable[Ticket]) -> None:
         """Add tickets to the queue.
 

@@ -28,7 +28,7 @@ from paragrad.engine.state.preserve_state import ModuleSnapshot, preserve_all_st
 from paragrad.engine.state.values import set_tensor_values
 from paragrad.errors import StepFailed
 from paragrad.jobs.loss import LossModule, convert_loss
-from paragrad.jobs.precision import find_coarsest_dtype, perturb_parameters
+from paragrad.jobs.precision import convert_model, find_coarsest_dtype, perturb_parameters
 from paragrad.parallel.registry import has_model_shards
 from paragrad.runtime import stragglers
 from paragrad.runtime.allocator import return_freed_memory
@@ -44,7 +44,6 @@ from paragrad.trainer.first_step.step_check import (
     StepCheck,
     broadcast_numbers,
     broadcast_outcome,
-    run_precise_step,
     run_reference_step,
 )
 from paragrad.trainer.first_step.step_result import StepOutcome
@@ -147,16 +146,18 @@ class ReferenceStep:
                 lambda *_: None,
                 samples=training.batch_norm.samples,
             ).use_probe_mode():
-                return run_precise_step(
-                    model,
-                    self.module,
-                    self.load_parts(list),
+                test = self.load_test_part(list)
+                return run_reference_step(
+                    self.module.wrap_model(
+                        convert_model(model, torch.float64),
+                        convert_loss(self.module.loss, training.world.device, torch.float64),
+                    ),
+                    [part.convert(torch.float64) for part in self.load_parts(list)],
                     self.draws,
                     training.seed,
                     training.state.steps,
-                    convert_loss(self.module.loss, training.world.device, torch.float64),
                     self.loss_only,
-                    self.load_test_part(list),
+                    test if isinstance(test, str) else test.convert(torch.float64),
                 )
 
 

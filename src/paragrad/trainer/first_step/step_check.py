@@ -40,7 +40,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from paragrad.datasets.loading import choose_dtype
 from paragrad.engine.loss_additivity import BatchExcerpt
@@ -48,8 +48,7 @@ from paragrad.engine.probe import use_model_eval_mode
 from paragrad.engine.rng.draws import Draws, key_draws
 from paragrad.engine.state.preserve_state import ModuleSnapshot, preserve_module_state
 from paragrad.errors import describe_error
-from paragrad.jobs.loss import Loss, LossModule
-from paragrad.jobs.precision import convert_model
+from paragrad.jobs.loss import LossModule
 from paragrad.runtime.generators import keep_generators
 from paragrad.runtime.world import World
 from paragrad.trainer.evaluation import make_whole_model_outputs, score_batches
@@ -201,52 +200,6 @@ def _sum_part_losses(
         loss = loss + float(total.detach())
         weight = weight + part_weight
     return loss, weight
-
-
-def run_precise_step(
-    model: nn.Module,
-    module: LossModule,
-    parts: list[BatchExcerpt],
-    draws: Draws,
-    seed: int,
-    step: int,
-    loss: Loss,
-    loss_only: bool = False,
-    test: BatchExcerpt | str = "",
-) -> StepOutcome:
-    """Run one worker's step in float64, on a copy of the model and the loss.
-
-    Raises what model and loss raise in float64.
-
-    Args:
-        model: A copy of the model.
-
-        module: Model and loss in their own types.
-
-        parts: The parts of the batch, as in `run_reference_step`.
-
-        draws: The random draws of the model.
-
-        seed: The seed of the training.
-
-        step: The step.
-
-        loss: The loss in float64.
-
-        loss_only: Whether only the loss is computed.
-
-        test: The samples of the test, or why there is no test.
-    """
-    precise_module = module.wrap_model(convert_model(model, torch.float64), loss)
-    return run_reference_step(
-        precise_module,
-        [part.convert(torch.float64) for part in parts],
-        draws,
-        seed,
-        step,
-        loss_only,
-        test if isinstance(test, str) else test.convert(torch.float64),
-    )
 
 
 # ---- the comparison --------------------------------------------------------------------------
