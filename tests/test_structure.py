@@ -252,7 +252,7 @@ def test_trainer_functions_have_at_most_eight_parameters() -> None:
 
 
 # attributes that torch's objects have too
-OF_TORCH = {"grad", "data", "state", "training", "batch_norm", "instance_norm"}
+OF_TORCH = {"grad", "data", "state", "training", "batch_norm", "instance_norm", "forward"}
 
 
 def test_attributes_are_assigned_inside_their_class() -> None:
