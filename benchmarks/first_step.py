@@ -59,7 +59,7 @@ STRATEGIES = ("serial(threads=1)", "data(2)")
 
 
 def gpt2() -> nn.Module:
-    from foreign import foreign
+    from zoo_libraries import foreign
 
     library = foreign("transformers")
     return library.GPT2LMHeadModel(

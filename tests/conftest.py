@@ -1,4 +1,4 @@
-"""What all tests share: ranks that are started once per session."""
+"""What all tests share: ranks that are started once per session, and clusters."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import subprocess
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
+from hosts import Cluster, hosts
 from hypothesis import settings
 
 from paragrad.commands import memory, train, verify
+from paragrad.errors import Refused
 from paragrad.launch import Launcher
 
 # a test never takes its world from the shell that runs it (its data only where it asks for the
@@ -79,7 +82,16 @@ def take_part(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 # Files with tests of many seconds: they come first, so that no worker begins one at the end.
-LONG = ("join", "floods", "recovering", "server", "federated", "memory", "compressed", "verify")
+LONG = (
+    "join",
+    "server_floods",
+    "failure_recovery",
+    "server",
+    "federated",
+    "memory",
+    "compressed_training",
+    "verify",
+)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
@@ -135,3 +147,13 @@ def warm(pool: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     """What trains, verifies or weighs does so on these ranks, one test after another."""
     for module in (train, verify, memory):
         monkeypatch.setattr(module, "Launcher", lambda size: pool)
+
+
+@pytest.fixture(scope="session")
+def clusters() -> Callable[..., AbstractContextManager[Cluster]]:
+    """`benchmarks/hosts.py:hosts`, where it can be."""
+    try:
+        with hosts(1, megabits=100):
+            return hosts
+    except Refused as error:
+        pytest.skip(str(error))

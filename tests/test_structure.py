@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from equality import (
+from equality_table import (
     BRANCHED,
     CELLS,
     COMPRESSED,

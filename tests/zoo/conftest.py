@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 import models_page
 import pytest
-from rows import SPATIAL, STRATEGIES
+from zoo_rows import SPATIAL, STRATEGIES
 
 PAGE = models_page.Page((*STRATEGIES, SPATIAL))
 

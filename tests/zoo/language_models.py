@@ -8,10 +8,10 @@ import math
 from typing import Any
 
 import torch
-from rows import padded, whole
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
+from zoo_rows import padded, whole
 
 WORDS = 20
 LENGTH = 8

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from equality import mlp
-from foreign import foreign
-from rows import SMALL_IMAGES, VECTORS, WHOLE, Refused, Row, Sentences, adam, padded, row
+from equality_table import mlp
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import lr_scheduler
 from torch.utils.data import Dataset, IterableDataset
+from zoo_libraries import foreign
+from zoo_rows import SMALL_IMAGES, VECTORS, WHOLE, Refused, Row, Sentences, adam, padded, row
 
 # what the messages are to say: a loss or a model that takes samples together is told as such
 MIXES = r"(?i)mix|no mean over samples|other samples|does not add up"

@@ -10,20 +10,20 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-import odd_jobs
 import pytest
-import random_jobs
+import random_draw_jobs
 import refused_jobs
 import timm_jobs
 import torch
 import torchvision_jobs
 import training_jobs
 import transformers_jobs
-from equality import however_small
-from foreign import missing
-from in_width import IN_WIDTH, OF_IMAGES
+import unusual_jobs
+from equality_table import however_small
 from models_page import Line
-from rows import (
+from tensor_outcomes import IN_WIDTH, OF_IMAGES
+from zoo_libraries import missing
+from zoo_rows import (
     BOUND,
     COMPRESSED,
     IN_PARTS,
@@ -43,8 +43,8 @@ ROWS: tuple[Row, ...] = (
     *transformers_jobs.ROWS,
     *timm_jobs.ROWS,
     *torchvision_jobs.ROWS,
-    *random_jobs.ROWS,
-    *odd_jobs.ROWS,
+    *random_draw_jobs.ROWS,
+    *unusual_jobs.ROWS,
     *training_jobs.ROWS,
     *refused_jobs.ROWS,
 )

@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from foreign import foreign
-from rows import IMAGES, IN_PARTS, WHOLE_BATCHES, Equal, Refused, Row, in_parts, row, sgd, slow
 from torch import nn
+from zoo_libraries import foreign
+from zoo_rows import IMAGES, IN_PARTS, WHOLE_BATCHES, Equal, Refused, Row, in_parts, row, sgd, slow
 
 VIT = {
     "img_size": 32,

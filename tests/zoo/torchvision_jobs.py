@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from foreign import foreign
-from rows import (
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import Subset, TensorDataset
+from zoo_libraries import foreign
+from zoo_rows import (
     IMAGES,
     IN_PARTS,
     PIPELINE,
@@ -21,9 +24,6 @@ from rows import (
     slow,
     whole,
 )
-from torch import Tensor, nn
-from torch.nn import functional
-from torch.utils.data import Subset, TensorDataset
 
 MASKS = TensorDataset(numbers(30, 3, 32, 32, seed=3), whole(4, 30, 32, 32, seed=8))
 CHAOTIC = (

@@ -6,10 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from equality import mlp
-from foreign import foreign
-from odd_models import NanoGpt
-from rows import (
+from equality_table import mlp
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import lr_scheduler
+from torch.utils.data import TensorDataset, default_collate
+from unusual_models import NanoGpt
+from zoo_libraries import foreign
+from zoo_rows import (
     IMAGES,
     IN_SHARDS,
     ONE_MODULE,
@@ -26,10 +30,6 @@ from rows import (
     row,
     whole,
 )
-from torch import Tensor, nn
-from torch.nn import functional
-from torch.optim import lr_scheduler
-from torch.utils.data import TensorDataset, default_collate
 
 from paragrad.datasets.sample_order import SampleOrder
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from foreign import foreign
-from rows import Equal, Row, Sentences, padded, row
 from torch import Tensor, nn
 from torch.utils.data import Dataset
+from zoo_libraries import foreign
+from zoo_rows import Equal, Row, Sentences, padded, row
 
 SMALL = {
     "hidden_size": 16,

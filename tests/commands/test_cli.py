@@ -1,0 +1,470 @@
+"""The command as typed: compare, train, lists, drawings, under torchrun, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from typer.testing import CliRunner
+
+from paragrad.commands.cli import app
+from paragrad.executors.proof import prove_schedule
+from paragrad.jobs.find_job import find_job
+from paragrad.report.comparison_table import Table
+from paragrad.strategies.data import ALL_REDUCE_SCHEDULES, Data
+from paragrad.strategies.registry import strategy
+
+JOB_FILES = Path(__file__).parents[1] / "helpers" / "job_files"
+SEVEN = (
+    "serial; data(2); data(2, reduce=native); data(2, reduce=ring); data(2, reduce=ring_async); "
+    "data(2, reduce=tree); data(2, reduce=butterfly)"
+)
+
+
+def paragrad(*words: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, list(words))
+    assert result.exit_code == code, result.output
+    return result.stdout
+
+
+def command(*words: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", *words],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env={**os.environ, **settings},
+    )
+
+
+@pytest.mark.table
+def test_compare_digits_as_json(tmp_path: Path) -> None:
+    """The main job, one epoch: seven rows, every data row the same training, one digest for all
+    algorithms.
+    """
+    table = json.loads(
+        paragrad("compare", "digits", "--epochs", "1", "--runs", str(tmp_path), "--json")
+    )
+    rows = {row["strategy"]: row for row in table["rows"]}
+    assert list(rows) == SEVEN.split("; ")
+    assert rows["serial"]["difference"] is None
+    assert rows["serial"]["speed_up"] == 1.0
+    digests = set()
+    for name, row in rows.items():
+        assert row["failure"] is None
+        assert row["test"] > 50
+        assert row["seconds_per_step"] > 0
+        assert (
+            row["seconds_per_step_between"][0]
+            <= row["seconds_per_step"]
+            <= row["seconds_per_step_between"][1]
+        )
+        # a number, or none where these steps, few and short, scatter
+        for what in ("speed_up", "speed_up_one_thread"):
+            low, high = row[f"{what}_between"]
+            assert 0 < low <= (row[what] or high) <= high
+        if name != "serial":
+            assert row["difference"] <= 1e-10
+            assert row["tensor"]
+            assert row["sent"]["gradients"] == {
+                "bytes": 9728 if name == "data(2)" else 19256,
+                "computed": "native" in name,
+            }
+            # of shared memory: another kernel updates, and rounds in another place
+            if name != "data(2)":
+                digests.add(*row["digests"])
+    assert len(digests) == 1
+    assert (Path(table["folder"]) / "01-serial" / "run.jsonl").exists()
+
+
+@pytest.mark.table
+def test_piped_compare_prints_rows_and_failed_rows(tmp_path: Path) -> None:
+    """A strategy that fails while it runs does not stop the others; the exit code says that one
+    did.
+    """
+    text = paragrad(
+        "compare",
+        str(JOB_FILES / "fails_on_two.py"),
+        "--strategies",
+        "serial; data(2, reduce=tree); data(3)",
+        "--runs",
+        str(tmp_path),
+        code=1,
+    )
+    lines = [line.split("\t") for line in text.splitlines() if not line.startswith("#")]
+    assert [line[0] for line in lines] == ["strategy", "serial", "data(2, reduce=tree)", "data(3)"]
+    assert len({len(line) for line in lines}) == 1
+    assert lines[2][1].startswith("failed: rank 1, step 0: RuntimeError: two is one too many (")
+    assert float(dict(zip(lines[0], lines[3], strict=True))["difference"]) <= 1e-10
+    folder = next(tmp_path.iterdir())
+    assert [row.failure is None for row in Table(folder).rows] == [True, False, True]
+    assert {path.name for path in folder.iterdir()} == {
+        "01-serial",
+        "02-data-2-reduce-tree",
+        "03-data-3",
+        "baseline-serial-threads-1",
+        "compare.jsonl",
+        "page.html",
+    }
+
+
+@pytest.mark.table
+def test_rounding_reference_is_not_a_baseline(tmp_path: Path) -> None:
+    """It is serial too, so serial with all threads was not run for its speed; but its time did
+    not count as serial's, and the speed-up stayed empty.
+    """
+    rows = json.loads(
+        paragrad(
+            "compare",
+            "digits",
+            "--strategies",
+            "data(2)",
+            "--epochs",
+            "1",
+            "--rounding-baseline",
+            "--json",
+            "--runs",
+            str(tmp_path),
+        )
+    )["rows"]
+    assert [row["strategy"] for row in rows] == ["data(2)", "rounding twin"]
+    assert all(row["speed_up_between"] and row["speed_up_one_thread_between"] for row in rows)
+
+
+def test_planted_bug_is_a_failed_row_of_the_comparison(tmp_path: Path) -> None:
+    text = paragrad(
+        "compare",
+        "digits",
+        "--strategies",
+        "data(2, reduce=ring)",
+        "--inject-fault",
+        "skip_chunk",
+        "--skip-schedule-check",
+        "--skip-first-step-check",
+        "--epochs",
+        "1",
+        "--rounding-baseline",
+        "--runs",
+        str(tmp_path),
+        code=1,
+    )
+    row = text.splitlines()[1].split("\t")
+    assert float(row[1]) > 0
+    assert "not equal bit for bit" in row[7]
+
+
+def test_train_a_job_file(tmp_path: Path) -> None:
+    text = paragrad(
+        "train",
+        str(JOB_FILES / "good.py"),
+        "--strategy",
+        "data(2, reduce=ring, shares=[3, 1])",
+        "--check",
+        "--runs",
+        str(tmp_path),
+    )
+    facts = dict(line.split(": ", 1) for line in text.splitlines())
+    assert facts["audit"] == "150 of 150 samples seen in each of 2 epoch(s), 0 twice, 0 missed"
+    assert float(facts["difference from serial (relative, float64, 20 steps)"]) <= 1e-10
+    assert facts["test accuracy"].endswith(" %")
+    assert facts["first step"].startswith("loss, weight, ")
+    assert facts["time per step (median of the slowest rank)"].endswith(" ms")
+    assert facts["bytes sent per rank and step"].startswith("gradients ")
+    assert float(facts["loss of the last step (mean over its samples)"]) > 0
+    held = dict(
+        kind.split(" ", 1)
+        for kind in facts["memory of a rank (the most that any holds)"].split(", ")
+    )
+    # its SGD keeps nothing
+    assert list(held) == ["parameters", "gradients", "activations", "exchange", "resident"]
+    assert held["parameters"] == held["gradients"] != held["resident"]
+    assert held["resident"].endswith(" MB")
+
+
+def test_train_a_module_attribute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(JOB_FILES))
+    facts = json.loads(
+        paragrad(
+            "train",
+            "good:job",
+            "--strategy",
+            "data(2)",
+            "--epochs",
+            "1",
+            "--json",
+            "--check",
+            "--runs",
+            str(tmp_path),
+        )
+    )
+    assert facts["audit"]["missed"] == 0
+    assert facts["memory"]["gradients"] > 0
+    assert facts["difference"] <= 1e-10
+
+
+@pytest.mark.parametrize(
+    ("text", "batch"),
+    [("mine:larger", 48), ("mine.py:larger", 48), ("mine.py:made", 24), ("sub.mine:job", 32)],
+)
+def test_job_of_the_working_directory(
+    text: str, batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The installed command has its own folder in sys.path and not the working directory:
+    `paragrad train mine:job` said ModuleNotFoundError where `python -m paragrad` found it; and
+    of a file with two jobs none could be chosen.
+    """
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "mine.py").write_text((JOB_FILES / "good.py").read_text())
+    (tmp_path / "mine.py").write_text(
+        "from good import job\nlarger = job.replace(batch=48)\ndef made():\n    return "
+        "job.replace(batch=24)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(JOB_FILES), *(path for path in sys.path if path)])
+    for name in ("mine", "sub", "sub.mine"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert find_job(text).batch == batch
+
+
+def test_dry_run_prints_the_plan_and_starts_no_rank(tmp_path: Path) -> None:
+    text = paragrad(
+        "train",
+        "digits",
+        "--strategy",
+        "data(3, shares=[5, 2, 1], micro=2)",
+        "--dry-run",
+        "--json",
+        "--runs",
+        str(tmp_path),
+    )
+    facts = json.loads(text)
+    assert facts["resolved"] == "data(3, state=shared_memory, shares=[5, 2, 1], micro=2)"
+    assert facts["shares"] == [[20, 20], [8, 8], [4, 4]]
+    assert facts["last_shares"] == [[9, 9], [4, 3], [2, 2]]
+    assert (facts["steps_per_epoch"], facts["steps"]) == (23, 460)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.table
+def test_failing_run_shows_first_traceback_and_message_last(tmp_path: Path) -> None:
+    done = command(
+        "paragrad",
+        "train",
+        str(JOB_FILES / "fails_on_two.py"),
+        "--strategy",
+        "data(2)",
+        "--runs",
+        str(tmp_path),
+    )
+    assert done.returncode == 1
+    # of one rank, and of the user's code alone
+    assert done.stderr.count("Traceback (most recent call last)") == 1
+    assert done.stderr.rstrip().splitlines()[-1] == (
+        "paragrad: rank 1, step 0: RuntimeError: two is one too many "
+        f"({JOB_FILES / 'fails_on_two.py'}:10)"
+    )
+
+
+@pytest.mark.story
+def test_stopped_by_the_user(tmp_path: Path) -> None:
+    words = [
+        sys.executable,
+        "-m",
+        "paragrad",
+        "train",
+        "digits",
+        "--epochs",
+        "100000",
+        "--strategy",
+        "data(2)",
+        "--runs",
+        str(tmp_path),
+    ]
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as running:
+        assert running.stderr is not None
+        # the first line of progress: the ranks are at work
+        assert "step" in running.stderr.readline()
+        running.send_signal(signal.SIGINT)
+        _, rest = running.communicate(timeout=30)
+    assert running.returncode == 130
+    assert (
+        rest.splitlines()[-1]
+        == f"paragrad: stopped; what was done until then is in {next(tmp_path.iterdir())}"
+    )
+    end = json.loads((next(tmp_path.iterdir()) / "run.jsonl").read_text().splitlines()[-1])
+    assert (end["kind"], end["status"]) == ("end", "interrupted")
+
+
+def test_interrupt_during_import_prints_no_traceback(tmp_path: Path) -> None:
+    """Ctrl-C while torch was imported, which takes seconds, printed a traceback through its
+    modules.
+    """
+    # imported instead
+    (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "paragrad", "jobs"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (130, "paragrad: stopped\n")
+    # it stays where modules are looked for; that typer must not
+    folder = tmp_path / "jobs"
+    folder.mkdir()
+    (folder / "mine.py").write_text("raise KeyboardInterrupt")
+    result = CliRunner().invoke(
+        app, ["train", str(folder / "mine.py"), "--runs", str(tmp_path / "runs")]
+    )
+    assert (result.exit_code, result.output) == (130, "paragrad: stopped\n")
+
+
+@pytest.mark.story
+def test_under_torchrun(tmp_path: Path) -> None:
+    done = command(
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "paragrad",
+        "train",
+        "digits",
+        "--strategy",
+        "data(auto, reduce=ring)",
+        "--epochs",
+        "1",
+        "--runs",
+        str(tmp_path),
+        "--json",
+        OMP_NUM_THREADS="1",
+    )
+    assert done.returncode == 0, done.stderr
+    (answer,) = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    facts = json.loads(answer)
+    assert facts["resolved"] == "data(2, reduce=ring, state=replicated)"
+    assert facts["audit"] == {
+        "epochs": 1,
+        "samples": 1437,
+        "seen": 1437,
+        "twice": 0,
+        "missed": 0,
+        "in_rounds": False,
+    }
+    assert {path.name for path in next(tmp_path.iterdir()).iterdir()} == {
+        "run.jsonl",
+        "rank-0.jsonl",
+        "rank-1.jsonl",
+        "model.safetensors",
+    }
+
+
+def test_lists() -> None:
+    assert [row["job"] for row in json.loads(paragrad("jobs", "--json"))] == [
+        "digits",
+        "inception-digits",
+        "mnist-mlp",
+        "mnist-cnn",
+        "mnist-resnet",
+        "shakespeare-lstm",
+        "shakespeare-gpt",
+    ]
+    listed = {row["name"]: row for row in json.loads(paragrad("strategies", "--json"))}
+    assert {name: listed[name]["kind"] for name in ("ring", "pipeline", "top_k")} == {
+        "ring": "reduce",
+        "pipeline": "strategy",
+        "top_k": "compress",
+    }
+    for row in listed.values():
+        assert row["what"]
+    assert "ring\tRing: reduce-scatter" in paragrad("strategies")
+
+
+def test_draw() -> None:
+    assert paragrad("draw", "data(2, reduce=butterfly)").splitlines()[1:] == [
+        "0 | >1:0 <1:0+",
+        "1 | >0:0 <0:0+",
+    ]
+
+
+def test_draw_the_stages_of_a_model(tmp_path: Path) -> None:
+    """Of a micro-batch of 8: 64 numbers go on from the first layer, and their gradients come
+    back.
+    """
+    words = (
+        "draw",
+        "pipeline(2, micro=4, cut=[1, 2])",
+        "--job",
+        "digits",
+        "--batch",
+        "32",
+        "--svg",
+        str(tmp_path / "drawn.svg"),
+    )
+    table, drawing = (each.splitlines() for each in paragrad(*words).split("\n\n"))
+    rows = [re.split("  +", line) for line in table[1:3]]
+    assert [row[:5] for row in rows] == [
+        ["0", "0", "0", "4,160", "65,536 (86%)"],
+        ["1", "1", "1 to 2", "650", "10,240 (14%)"],
+    ]
+    assert [row[6:] for row in rows] == [["2.05 KB", "2.05 KB"], ["0 bytes", "0 bytes"]]
+    assert drawing[1].startswith("0 | F0   >1:x1.0")
+    texts = [
+        element.text
+        for element in ElementTree.fromstring((tmp_path / "drawn.svg").read_text()).iter()
+        if element.text
+    ]
+    # a box of each on both ranks
+    assert sum(text in ("F0", "B3") for text in texts) == 4
+    assert "1 to 2 (650 parameters)" in texts
+
+
+def test_draw_several_schedules() -> None:
+    """Why there are pipelines: in place nobody works beside anybody."""
+    one, other = paragrad("draw", "place(2); pipeline(2, micro=2)").split("\n\n")
+    assert one.splitlines()[1:] == paragrad("draw", "place(2)").splitlines()[1:]
+    assert other.splitlines()[0].startswith("one_f_one_b of 2 micro-batches")
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        each.name if each.name != "two_level" else "two_level(group=2)"
+        for each in ALL_REDUCE_SCHEDULES
+    ],
+)
+def test_draw_as_svg(algorithm: str, tmp_path: Path) -> None:
+    """Well-formed, an arrow for every message that the proof counts, the same file every
+    time.
+    """
+    words = f"data(4, reduce={algorithm})"
+    file = tmp_path / "drawn.svg"
+    assert paragrad("draw", words, "--svg", str(file)) == paragrad("draw", words)
+    text = file.read_text()
+    arrows = [
+        name
+        for element in ElementTree.fromstring(text).iter()
+        if "message-" in (name := element.get("id", ""))
+    ]
+    chosen = strategy(words)
+    assert isinstance(chosen, Data)
+    assert len(set(arrows)) == len(arrows) == prove_schedule(chosen.reduce, 4, 100).messages
+    paragrad("draw", words, "--svg", str(file))
+    assert file.read_text() == text
+
+
+def test_help_names_every_command() -> None:
+    text = paragrad("--help")
+    for verb in ("train", "compare", "verify", "draw", "jobs", "strategies"):
+        assert verb in text

@@ -1,0 +1,560 @@
+"""What crashed, or ended without a sentence: one message with what happened, where, and the
+repair.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import typer
+from equality_table import JOBS, VECTORS, mlp
+from equality_table import job as make_job
+from torch import nn
+
+import paragrad as pg
+from paragrad.commands.cli import use_exit_codes
+from paragrad.engine.probe import find_nonfinite_tensor
+from paragrad.errors import StepFailed
+from paragrad.launch import Launcher
+from paragrad.record.record import Record
+from paragrad.runtime.stragglers import explain_timeout
+from paragrad.validation import memory_check
+from paragrad.validation.inspect_job import inspect_job
+from paragrad.validation.validate import validate_run
+
+JOB_FILES = Path(__file__).parents[1] / "helpers" / "job_files"
+SHORT = ("train", "digits", "--epochs", "1", "--no-check")
+
+
+def command(
+    *words: str, stdout: int | None = subprocess.PIPE, folder: Path | None = None, **settings: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "paragrad", *words],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=100,
+        check=False,
+        cwd=folder,
+        env={**os.environ, **settings},
+    )
+
+
+# ---- ranks, batches and models that do not fit -----------------------------------------------
+MANY = make_job("many", mlp, VECTORS, batch=29)
+
+
+def refused_with(left: int, strategy: str, job: pg.Job = MANY) -> str:
+    with (
+        mock.patch.object(memory_check, "read_available_memory", return_value=left),
+        pytest.raises(pg.Refused) as caught,
+    ):
+        validate_run(job, strategy)
+    return str(caught.value)
+
+
+def test_more_ranks_than_memory_allows() -> None:
+    """data(1000) forked a thousand ranks and took all memory: exit 137, no word."""
+    told = refused_with(10 * memory_check.PROCESS_BYTES, "data(20)")
+    assert "data(20) wants at least " in told
+    assert "20 processes of " in told
+    assert told.endswith("at most 9 ranks fit")
+    with mock.patch.object(
+        memory_check, "read_available_memory", return_value=10 * memory_check.PROCESS_BYTES
+    ):
+        assert validate_run(MANY, "data(9)").size == 9
+
+
+class Keeps(nn.Module):
+    """Keeps a megabyte of every sample for backward, and three whatever the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(10, 4))
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        always = (self.scale * torch.ones(3 << 18)).exp().mean()
+        wide = (x @ self.weight).repeat(1, 1 << 16)
+        return wide.exp().unflatten(1, (1 << 16, 4)).mean(1) * always
+
+
+def test_batch_that_does_not_fit() -> None:
+    """What is the same for any number of samples is not counted for each."""
+    job = make_job("keeps", Keeps, VECTORS, batch=29)
+    told = refused_with(memory_check.PROCESS_BYTES + (20 << 20), "serial", job)
+    assert "that backward keeps of 29 samples" in told
+    assert told.endswith(
+        "the batch does not fit; make it smaller, or cut it into micro-batches (micro=2)"
+    )
+    with mock.patch.object(
+        memory_check, "read_available_memory", return_value=memory_check.PROCESS_BYTES + (40 << 20)
+    ):
+        validate_run(job, "serial")
+        validate_run(job, "data(1, micro=2)")
+
+
+def test_pipeline_memory_is_counted_by_stage() -> None:
+    """Each rank of a pipeline was counted with the whole model's activations, and recompute not
+    at all.
+    """
+    job = make_job(
+        "wide",
+        lambda: nn.Sequential(
+            *(nn.Sequential(nn.Linear(10, 10), Wide(), nn.Linear(10, 10)) for _ in range(3)),
+            nn.Linear(10, 4),
+        ),
+        VECTORS,
+        batch=28,
+    )
+    sizes = []
+    for row in ("gpipe", "one_f_one_b", "one_f_one_b, recompute=true"):
+        told = refused_with(
+            memory_check.PROCESS_BYTES, f"pipeline(2, micro=4, schedule={row}, cut=[4, 6])", job
+        )
+        sizes.append(
+            int(
+                re.search(
+                    r"that backward keeps of (\d+) "
+                    r"sample",
+                    told,
+                )[1]
+            )
+        )  # type: ignore[index]
+    assert sizes == [28, 7, 7]
+
+
+class Wide(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.repeat(1, 1 << 12).tanh().unflatten(1, (1 << 12, 10)).mean(1)
+
+
+def test_model_that_does_not_fit() -> None:
+    assert refused_with(100, "serial").endswith(
+        "the model does not fit; train a smaller one, or on a host with more memory"
+    )
+
+
+# ---- what the optimizer holds ----------------------------------------------------------------
+def test_parameters_missing_in_the_optimizer_are_named() -> None:
+    job = make_job(
+        "some",
+        mlp,
+        VECTORS,
+        optimizer=lambda parameters: torch.optim.SGD(list(parameters)[2:], lr=0.1),
+    )
+    with pytest.warns(
+        UserWarning,
+        match=r"leaves out 2 trainable parameter\(s\), which stay as they are: 0\.weight, 0\.bias",
+    ):
+        inspect_job(job)
+    twice = make_job(
+        "twice",
+        mlp,
+        VECTORS,
+        optimizer=lambda parameters: torch.optim.SGD(list(parameters) * 2, lr=0.1),
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(pg.Refused, match=r"holds 4 parameter\(s\) twice; give each once"):
+            inspect_job(twice)
+
+
+# ---- messages --------------------------------------------------------------------------------
+@pytest.mark.story
+def test_dataset_error_is_named_with_its_line(tmp_path: Path) -> None:
+    """It came below 25 lines of internals, and without the sample."""
+    ran = command(
+        "train",
+        str(JOB_FILES / "own_dataset_raises.py"),
+        "--strategy",
+        "data(2)",
+        "--runs",
+        str(tmp_path),
+    )
+    assert ran.returncode == 1
+    message = ran.stderr.strip().splitlines()[-1]
+    assert " of the dataset raised IndexError: list index out of range (" in message
+    assert "own_dataset_raises.py:19)" in message
+    frames = [line for line in ran.stderr.splitlines() if line.startswith('  File "')]
+    assert frames
+    assert all("own_dataset_raises.py" in frame for frame in frames)
+
+
+@pytest.mark.story
+def test_job_file_error_keeps_its_line() -> None:
+    ran = command("train", str(JOB_FILES / "raises.py"))
+    assert ran.returncode == 2
+    assert "raised RuntimeError: no such luck (" in ran.stderr
+    assert "raises.py:" in ran.stderr.rpartition("no such luck")[2]
+
+
+def test_unknown_settings_of_train_are_named() -> None:
+    with pytest.raises(pg.Refused, match=r"no setting 'loader'; did you mean loaders\?"):
+        pg.train(JOBS["mlp"], "serial", loader=1)
+
+
+@pytest.mark.parametrize("name", ["a\0b", "x" * 101, "two\nlines"])
+def test_invalid_folder_names_are_refused(name: str) -> None:
+    with pytest.raises(pg.Refused, match="of which folders can be named"):
+        inspect_job(JOBS["mlp"].replace(name=name))
+
+
+def test_job_arguments_that_are_not_json(tmp_path: Path) -> None:
+    run = pg.train(
+        JOBS["mlp"].replace(arguments=(("path", tmp_path),), epochs=1), "serial", runs=tmp_path
+    )
+    assert run.header["job"]["arguments"] == {"path": str(tmp_path)}
+
+
+@pytest.mark.table
+def test_ascii_terminal(tmp_path: Path) -> None:
+    """The ± of a table with seeds was an error after all training was done."""
+    ran = command(
+        "compare",
+        "digits",
+        "--strategies",
+        "serial",
+        "--seeds",
+        "2",
+        "--epochs",
+        "1",
+        "--runs",
+        str(tmp_path),
+        PYTHONIOENCODING="ascii",
+        PYTHONUTF8="0",
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "+-" in ran.stdout
+
+
+@pytest.mark.story
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+def test_full_disk_as_standard_output(tmp_path: Path) -> None:
+    with open("/dev/full", "wb") as full:
+        ran = command(*SHORT, "--runs", str(tmp_path), stdout=full.fileno())
+    assert ran.returncode == 1
+    assert (
+        ran.stderr.strip().splitlines()[-1]
+        == "paragrad: what it prints: No space left on device; make room there"
+    )
+
+
+@pytest.mark.sample(3)
+@pytest.mark.story
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams(tmp_path: Path, closed: str) -> None:
+    """A traceback of flush, and exit code 1, after a training that was done."""
+    words = shlex.join(
+        [sys.executable, "-m", "paragrad", *SHORT, "--strategy", "data(2)", "--runs", str(tmp_path)]
+    )
+    ran = subprocess.run(
+        ["sh", "-c", f"exec {words} {closed}"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (ran.returncode, "Traceback" in ran.stderr) == (0, False)
+    assert Record(next(tmp_path.iterdir())).finished
+
+
+def test_failing_read_is_reported(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An input or output error that had no file's name was taken for a terminal that was
+    closed: no word, and exit code 0.
+    """
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+    with pytest.raises(typer.Exit) as caught, use_exit_codes():
+        raise OSError(errno.EIO, "Input/output error")
+    assert caught.value.exit_code == 1
+    assert capsys.readouterr().err == "paragrad: what it prints: Input/output error\n"
+
+
+def in_spaces(
+    kinds: str, shell: str, *words: str, folder: Path
+) -> subprocess.CompletedProcess[str]:
+    """The command in namespaces of its own, after a line of shell in them."""
+    if (
+        not shutil.which("unshare")
+        or subprocess.run(["unshare", kinds, "true"], capture_output=True, check=False).returncode
+    ):
+        pytest.skip("namespaces of its own want root and the command unshare")
+    ran = [sys.executable, "-m", "paragrad", *words, "--runs", str(folder)]
+    return subprocess.run(
+        ["unshare", kinds, "sh", "-c", f"{shell} && exec {shlex.join(ran)}"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+@pytest.mark.table
+def test_full_dev_shm_with_loaders(tmp_path: Path) -> None:
+    """It said that no space was left on some device. Ranks do without /dev/shm, and batches go
+    by no way through it: semaphores alone are there.
+    """
+    full = "mount -t tmpfs -o size=4k tmpfs /dev/shm && head -c 4096 /dev/zero > /dev/shm/full"
+    ran = in_spaces("-m", full, *SHORT, "--strategy", "data(2)", "--loaders", "1", folder=tmp_path)
+    assert ran.returncode == 1
+    message = ran.stderr.strip().splitlines()[-1]
+    assert (
+        ": /dev/shm, in which loaders have their semaphores, is full; make room there, or load "
+        "without loaders" in message
+    )
+    ran = in_spaces("-m", full, *SHORT, "--strategy", "data(2)", folder=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    # batches of 4 MB, and room for a fourth of one
+    large = tmp_path / "large.py"
+    large.write_text(
+        "import paragrad as pg, torch\nsamples = torch.utils.data.TensorDataset(torch.ones(64, "
+        "65536), torch.zeros(64, 4))\njob = pg.Job(name='large', model=lambda: "
+        "torch.nn.Linear(65536, 4), loss=torch.nn.functional.mse_loss,\n             "
+        "optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-6), batch=16, epochs=1,\n "
+        "            train=lambda folder: samples, collate=torch.utils.data.default_collate)\n"
+    )
+    ran = in_spaces(
+        "-m",
+        "mount -t tmpfs -o size=1m tmpfs /dev/shm",
+        "train",
+        str(large),
+        "--strategy",
+        "data(2)",
+        "--loaders",
+        "1",
+        folder=tmp_path,
+    )
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.table
+def test_disabled_loopback(tmp_path: Path) -> None:
+    """What gloo said ended in "Unable to find address for: lo", of a file of its own; over
+    shared memory nobody needs one.
+    """
+    ran = in_spaces(
+        "-n", "true", *SHORT, "--strategy", "data(2)", "--backend", "gloo", folder=tmp_path
+    )
+    assert ran.returncode == 2
+    assert (
+        "the ranks of this host talk over its loopback, which is down (Network is unreachable); "
+        "bring it up" in ran.stderr
+    )
+    ran = in_spaces("-n", "true", *SHORT, "--strategy", "data(2, reduce=ring)", folder=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.sample(2)
+@pytest.mark.story
+@pytest.mark.parametrize(
+    ("strategy", "limit", "where"), [("serial", 1, "run.jsonl"), ("data(2)", 200, "shared memory")]
+)
+def test_file_size_limit(tmp_path: Path, strategy: str, limit: int, where: str) -> None:
+    """`ulimit -f` was answered with the advice to start fewer ranks."""
+    words = [
+        sys.executable,
+        "-m",
+        "paragrad",
+        *SHORT,
+        "--strategy",
+        strategy,
+        "--runs",
+        str(tmp_path),
+    ]
+    ran = subprocess.run(
+        ["sh", "-c", f"ulimit -f {limit}; exec {shlex.join(words)}"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert ran.returncode == 1
+    message = ran.stderr.strip().splitlines()[-1]
+    assert where in message
+    assert message.endswith(
+        "a process may write no longer files here: raise the limit (ulimit -f unlimited)"
+    )
+
+
+@pytest.mark.story
+def test_deleted_working_directory(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    ran = subprocess.run(
+        ["sh", "-c", f"cd {gone} && rmdir {gone} && exec {sys.executable} -m paragrad jobs"],
+        text=True,
+        capture_output=True,
+        check=False,
+        timeout=60,
+    )
+    assert ran.returncode == 2
+    assert (
+        ran.stderr.strip()
+        == "paragrad: the working directory was removed; change to one that is there"
+    )
+
+
+def test_dataset_that_holds_a_lock(tmp_path: Path) -> None:
+    import threading
+
+    class Locked(type(VECTORS)):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__(*VECTORS.tensors)
+            self.lock = threading.Lock()
+
+    job = JOBS["mlp"].replace(train=Locked())
+    with pytest.raises(pg.Refused, match=r"train cannot be sent to the ranks .*lock"):
+        pg.train(job, "data(2)", runs=tmp_path)
+
+
+def test_too_many_ranks_are_refused_before_the_proof(tmp_path: Path) -> None:
+    with (
+        Launcher(1),
+        mock.patch.object(memory_check, "read_available_memory", return_value=1 << 20),
+        mock.patch(
+            "paragrad.validation.validate.check_schedule",
+            side_effect=AssertionError("it was proved"),
+        ),
+        pytest.raises(pg.Refused),
+    ):
+        validate_run(MANY, "data(29, reduce=ring)")
+
+
+# ---- conveniences ----------------------------------------------------------------------------
+@pytest.mark.story
+def test_version_option() -> None:
+    ran = command("--version")
+    assert (ran.returncode, ran.stdout.strip()) == (0, f"paragrad {pg.__version__}")
+    assert "Usage" in command("-h").stdout
+
+
+def test_saved_model_has_default_file_permissions(tmp_path: Path) -> None:
+    """Its owner alone could read it, whatever the umask."""
+    run = pg.train(JOBS["mlp"].replace(epochs=1), "serial", runs=tmp_path, save=3)
+    (tmp_path / "new").touch()
+    mode = (tmp_path / "new").stat().st_mode
+    assert (run.folder / "model.safetensors").stat().st_mode == mode
+    assert (run.folder / "checkpoint-00000003" / "optimizer.safetensors").stat().st_mode == mode
+
+
+def test_notebook_shows_a_table(tmp_path: Path) -> None:
+    table = pg.compare(JOBS["mlp"].replace(epochs=1), "serial; data(2)", runs=tmp_path)
+    shown = table._repr_html_()
+    assert shown.count("<tr>") == 3
+    assert "<td>data(2)</td>" in shown
+    assert f"record: {table.folder}" in shown
+
+
+@pytest.mark.story
+def test_read_only_home_directory(tmp_path: Path) -> None:
+    """matplotlib warned of its cache, three lines before the table."""
+    script = (
+        "import paragrad.report.charts as charts\nwith charts.open_figure('x', 100, 100): "
+        "print('drawn')"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={
+            **{
+                name: value
+                for name, value in os.environ.items()
+                if not name.startswith(("XDG", "MPL"))
+            },
+            "HOME": "/dev/null",
+        },
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "drawn\n", "")
+
+
+TYPED = """
+import paragrad as pg
+from paragrad import Data, Ring
+row: pg.Strategy = Data(3, reduce=Ring(), shares=[2, 1, 1])
+"""
+
+
+@pytest.mark.table
+def test_user_file_is_typed(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(TYPED)
+    ran = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", str(tmp_path / "own.py")],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout
+
+
+def missing_library(*_: object) -> nn.Module:
+    try:
+        raise ImportError("operator torchvision::nms does not exist")
+    except ImportError as error:
+        raise RuntimeError(
+            "Failed to import some.models.gpt2 (look up to see its traceback)"
+        ) from error
+
+
+def test_cause_of_a_chained_error_is_reported() -> None:
+    """A model of transformers said to look up at a traceback, which there was not."""
+    with pytest.raises(
+        pg.Refused,
+        match=r"model raised RuntimeError: Failed to import some.models.gpt2 .* \(it began with "
+        r"ImportError: operator torchvision::nms does not exist\) \(.*test_told.py:",
+    ):
+        validate_run(MANY.replace(model=missing_library), "serial")
+
+
+def test_timeout_is_reported_with_its_purpose() -> None:
+    """Of a rank 0 that was killed in the step of one worker, the others advised a longer
+    timeout.
+    """
+    with pytest.raises(
+        StepFailed,
+        match=r"Timed out waiting 20000ms.*; meanwhile rank 0 sleeps: where that takes longer than "
+        r"ranks wait for each other, give a longer --timeout, or none",
+    ):
+        waits("Timed out waiting 20000ms for recv operation to complete")
+    with pytest.raises(RuntimeError, match=r"^Connection closed by peer$"):
+        waits("Connection closed by peer")
+
+
+def test_failing_step_names_step_and_tensor() -> None:
+    """In a loop of one's own "it has a hook" said nothing of what has one."""
+    assert (
+        str(pg.StepFailed("it has a hook", step=3, tensor="0.weight"))
+        == "step 3, tensor 0.weight: it has a hook"
+    )
+    assert str(StepFailed.wrap_error(StepFailed("no", tensor="w"), 5)) == "step 5, tensor w: no"
+    assert str(StepFailed("no")) == "no"
+
+
+def test_search_for_non_finite_values_keeps_modes() -> None:
+    """A batch norm that was frozen by eval() was in training afterwards."""
+    model = nn.Sequential(nn.Linear(10, 4), nn.BatchNorm1d(4).eval(), nn.Dropout())
+    nn.init.constant_(model[0].weight, 1e38)  # type: ignore[arg-type]
+    assert find_nonfinite_tensor(model, torch.full((2, 10), 10.0), None) == "output of 0"
+    assert [each.training for each in model] == [True, False, True]
+
+
+def waits(told: str) -> None:
+    with explain_timeout("rank 0 sleeps", ", or none"):
+        raise RuntimeError(told)

@@ -1,0 +1,674 @@
+"""What outside users lost, or waited for in vain: each test tells one story."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from equality_table import JOBS, VECTORS
+from equality_table import job as make_job
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import paragrad as pg
+from paragrad.commands import compare as comparing
+from paragrad.commands import train as training
+from paragrad.datasets.loader_processes import load_batches
+from paragrad.datasets.loading import Samples
+from paragrad.errors import Interrupted, RankFailed, StepFailed
+from paragrad.launch import Launcher
+from paragrad.launch.launcher_folder import (
+    MAX_PATH_BYTES,
+    choose_short_folder,
+    create_locked_folder,
+    remove_stale_folders,
+)
+from paragrad.loops import synchronous
+from paragrad.loops.synchronous import train_rank
+from paragrad.record.record import Record, Recorder
+from paragrad.record.step_log import StepLog
+from paragrad.runtime.rendezvous import join_world, make_restart_store
+from paragrad.runtime.stragglers import StragglerMonitor
+from paragrad.runtime.world import World
+from paragrad.trainer.checkpoint import checkpoint
+from paragrad.trainer.checkpoint.checkpoint_files import list_checkpoint_folders, read_folder_step
+from paragrad.trainer.settings import Settings
+from paragrad.validation.validate import ValidatedRun, validate_run
+
+JOB = JOBS["mlp"].replace(epochs=2, dtype=torch.float64)
+
+
+# ---- a checkpoint is of a step that all records hold -----------------------------------------
+def killed_before_its_line(world: World, checked: ValidatedRun, folder: Path) -> None:
+    """A training in which rank 1 dies after step 3, before its record has it."""
+    write = StepLog.write_step
+
+    def step(self: StepLog, number: int, *words: Any, **fields: Any) -> None:
+        if world.rank == 1 and number == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(self, number, *words, **fields)
+
+    with mock.patch.object(StepLog, "write_step", step):
+        train_rank(world, checked, folder, time.monotonic())
+
+
+def test_checkpoint_step_is_in_all_records(tmp_path: Path) -> None:
+    """Rank 0 had saved a step whose line rank 1 had not written: the resumed run's audit said
+    that samples were missed.
+    """
+    checked = validate_run(JOB, "data(2, reduce=ring)", Settings(save=1))
+    with Launcher(2) as ranks, pytest.raises(RankFailed, match="SIGKILL"):
+        checked.run_on_ranks(ranks, killed_before_its_line, checked, tmp_path)
+    assert [read_folder_step(folder) for folder in list_checkpoint_folders(tmp_path)] == [3, 2]
+
+
+class Raises(nn.Linear):
+    """In a rank."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if dist.is_initialized():
+            raise ValueError("enough of it")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("writer", "name"), [(checkpoint, "save_tensors"), (synchronous, "save_weights")]
+)
+def test_full_disk_leaves_no_partial_file(tmp_path: Path, writer: Any, name: str) -> None:
+    """A half-written checkpoint stayed, and kept the disk full: the end of the run could not be
+    recorded.
+    """
+
+    def full(written: Any, path: Path) -> None:
+        path.write_bytes(b"half of it")
+        raise OSError(28, "No space left on device", str(path))
+
+    with mock.patch.object(writer, name, full), pytest.raises(OSError, match="No space left"):
+        train_rank(
+            World(), validate_run(JOB, "serial", Settings(save=5)), tmp_path, time.monotonic()
+        )
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_record_on_a_full_disk_is_named() -> None:
+    """Which file could not be written was not said; the launcher took it for what it prints."""
+    with (
+        Recorder(Path("/dev/full")) as record,
+        pytest.raises(OSError, match="No space left on device: '/dev/full'"),
+    ):
+        record.write_line("step", epoch=0)
+
+
+def test_failure_is_printed_if_it_cannot_be_recorded(pool: Launcher, tmp_path: Path) -> None:
+    """On a full disk the record's own error stood in the place of the rank's."""
+
+    def full(record: Recorder, *_: Any) -> None:
+        raise OSError(28, "No space left on device", record.file.name)
+
+    job = make_job("raises", lambda: Raises(10, 4), VECTORS)
+    with (
+        mock.patch.object(training, "_write_end_line", full),
+        pytest.raises(RankFailed, match="enough of it"),
+    ):
+        training.train_on_ranks(pool, validate_run(job, "data(2)", Settings()), tmp_path)
+
+
+def test_partial_save_of_a_killed_run_is_removed(tmp_path: Path) -> None:
+    """It stayed for ever where the restarted training saved no checkpoint of the same step."""
+    (tmp_path / "checkpoint-00000003.partial").mkdir()
+    train_rank(World(), validate_run(JOB, "serial", Settings(save=5)), tmp_path, time.monotonic())
+    assert [read_folder_step(folder) for folder in list_checkpoint_folders(tmp_path)] == [6, 5]
+    assert not list(tmp_path.glob("*.partial"))
+
+
+# ---- torchrun starts ranks anew beside a store that stays ------------------------------------
+DIES = """
+import os, signal, torch, paragrad as pg
+from torch import nn
+from torch.utils.data import TensorDataset
+
+class Net(nn.Linear):
+    calls = 0
+
+    def forward(self, x):
+        Net.calls += 1
+        if (Net.calls == 30 and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
+                and os.environ["RANK"] == "1"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(x)
+
+torch.manual_seed(0)
+job = pg.Job(name="dies", model=lambda: Net(10, 4), loss=nn.functional.cross_entropy, batch=12,
+        epochs=20,
+             train=TensorDataset(torch.randn(60, 10), torch.randint(4, (60,))),
+             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+"""
+
+
+@pytest.mark.story
+@pytest.mark.parametrize("backend", ["auto", pytest.param("gloo", marks=pytest.mark.table)])
+def test_torchrun_restarts_ranks(tmp_path: Path, backend: str) -> None:
+    """The restarted ranks read what those before them had left in torchrun's store: the address
+    of a process that is gone.
+    """
+    job = tmp_path / "dies.py"
+    job.write_text(DIES)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "1",
+        "-m",
+        "paragrad",
+        "train",
+        str(job),
+        "--strategy",
+        "data(2)",
+        "--backend",
+        backend,
+        "--no-check",
+        "--runs",
+        str(tmp_path / "runs"),
+    ]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert ran.returncode == 0, ran.stderr
+    ends = [Record(folder).end for folder in sorted((tmp_path / "runs").iterdir())]
+    assert len(ends) == 2
+    assert [end and end["status"] for end in ends][1] == "finished"
+
+
+def started_after_another(world: World) -> list[str]:
+    """Keys of an earlier start that came to its end: its name and all answers are still
+    there.
+    """
+    store = torch.distributed.PrefixStore("test", world.store)
+    first = make_restart_store(store, world.rank, world.size, 10.0)
+    first.set(f"{world.rank}", f"old {world.rank}")
+    begun = store.get("start").decode()
+    answers = [f"answers/{begun}/{rank}" for rank in range(1, world.size)]
+    before = [store.get(answer) for answer in answers]
+    world.barrier()
+    # it is late: the others have answered to the start before
+    if world.rank == 0:
+        while any(store.get(answer) == old for answer, old in zip(answers, before, strict=True)):
+            threading.Event().wait(0.01)
+    second = make_restart_store(store, world.rank, world.size, 10.0)
+    second.set(f"{world.rank}", f"new {world.rank}")
+    return [second.get(f"{rank}").decode() for rank in range(world.size)]
+
+
+def test_restarted_ranks_use_new_store_keys(pool: Launcher) -> None:
+    for found in pool.run(started_after_another, size=3):
+        assert found == ["new 0", "new 1", "new 2"]
+
+
+# ---- waits -----------------------------------------------------------------------------------
+class Said(io.StringIO):
+    """Standard error of a rank that waits: what is said there is told to the others."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self.world = world
+
+    def write(self, text: str) -> int:
+        written = super().write(text)
+        if "have not come" in text:
+            self.world.store.set("said", "")
+        return written
+
+
+def waits(world: World) -> str:
+    """Ranks 0 and 1 are in step 7; rank 2 comes when somebody has said that it is waited
+    for.
+    """
+    watch = StragglerMonitor(world, slow_after=0.1)
+    said = Said(world)
+    with contextlib.redirect_stderr(said):
+        if world.rank == 2:
+            world.store.get("said")
+        with watch.track_step(7) if world.rank < 2 else contextlib.nullcontext():
+            world.barrier()
+    watch.close()
+    return said.getvalue()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_missing_rank_is_named_while_waiting(pool: Launcher, backend: str) -> None:
+    """A loop that left early on one rank: the others were silent until their bound of 300 s."""
+    first, second, _ = pool.run(waits, size=3, backend=backend)
+    # by the first of the two that has noticed the other
+    told = f"{first}{second}"
+    assert " is in step 7 for " in told
+    assert "and rank(s) 2 have not come to it" in told
+
+
+class Hangs(nn.Linear):
+    """On rank 1, in its tenth forward."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Hangs.calls += 1
+        if Hangs.calls == 10 and dist.is_initialized() and dist.get_rank() == 1:
+            threading.Event().wait()
+        return super().forward(x)
+
+
+@pytest.mark.table
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_rank_timeout_is_a_setting(tmp_path: Path, backend: str) -> None:
+    job = make_job("hangs", lambda: Hangs(10, 4), VECTORS, epochs=9)
+    with pytest.raises(
+        RankFailed, match=r"^rank 0, step \d+: rank 0 waits for slot 1 from rank 1"
+    ) as caught:
+        pg.train(job, "data(2, reduce=ring)", runs=tmp_path, backend=backend, timeout=1.5)
+    # what DDP says around it
+    assert "Unable to cast" not in f"{caught.value} {caught.value.traceback}"
+
+
+class Stopped(nn.Linear):
+    """On rank 1, in its tenth forward, by SIGSTOP."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Stopped.calls += 1
+        if Stopped.calls == 10 and dist.is_initialized() and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().forward(x)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.story
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        ("data(4)", r"rank [023] gave up waiting for rank 1 in "),
+        ("data(4, reduce=ring)", r"rank [023] waits for .* from rank 1, which says nothing:"),
+    ],
+)
+def test_stopped_rank_is_named(tmp_path: Path, strategy: str, message: str) -> None:
+    """The others gave up "waiting in updating parameters": for whom, nobody said, though three
+    wait for it by way of each other. Along a ring it was said, within "Unable to cast ... to
+    Tensor".
+    """
+    job = make_job("stopped", lambda: Stopped(10, 4), VECTORS, epochs=9)
+    with pytest.raises(RankFailed, match=rf"^rank \d, step \d+: {message}"):
+        pg.train(job, strategy, runs=tmp_path, timeout=4.0)
+
+
+def meets_nobody(world: World, rank: int, backend: str, store: Path) -> None:
+    with join_world(rank, 3, store, backend, timeout=0.5):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("backend", "rank", "others"), [("shm", 1, "0, 2"), ("shm", 0, "1, 2"), ("gloo", 2, "0, 1")]
+)
+def test_absent_rank_is_named(
+    pool: Launcher, tmp_path: Path, backend: str, rank: int, others: str
+) -> None:
+    """ "Wait timeout" was all that was said."""
+    with pytest.raises(
+        RankFailed,
+        match=rf"rank\(s\) {others} did not come to where the 3 ranks meet within 0.5 s ",
+    ):
+        pool.run(meets_nobody, rank, backend, tmp_path / "store", size=1)
+
+
+def refused_by_the_store(world: World, store: Path) -> None:
+    with (
+        mock.patch.object(
+            torch.distributed, "init_process_group", side_effect=RuntimeError("no such interface")
+        ),
+        join_world(0, 3, store, "gloo", timeout=60),
+    ):
+        pass
+
+
+def test_immediate_failure_blames_no_other_rank(pool: Launcher, tmp_path: Path) -> None:
+    """The ranks that had not come yet were blamed for it, within 60 s."""
+    with pytest.raises(RankFailed, match="no such interface") as caught:
+        pool.run(refused_by_the_store, tmp_path / "store", size=1)
+    assert "did not come" not in str(caught.value)
+
+
+class Stuck(Dataset):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 5:
+            threading.Event().wait()
+        return torch.zeros(3), 0
+
+
+def loads(world: World, loaders: int) -> str:
+    try:
+        list(load_batches(Samples(Stuck(), sample_timeout=0.5), [(0, [4]), (0, [5])], loaders))
+    except StepFailed as error:
+        return str(error)
+    return "loaded"
+
+
+@pytest.mark.parametrize("loaders", [0, 1])
+def test_hanging_dataset_is_named(pool: Launcher, loaders: int) -> None:
+    """It hung the run for ever; now its item is named, with the line where it stands."""
+    (told,) = pool.run(loads, loaders, size=1)
+    assert told.startswith("sample 5 of the dataset was not there within 0.5 s; it stands at ")
+    assert "threading.py" in told
+
+
+@pytest.mark.story
+def test_loaders_under_a_long_temporary_folder(tmp_path: Path) -> None:
+    """The path of the loaders' socket was too long (AF_UNIX has 107 bytes): a hang, deaf to
+    SIGTERM.
+    """
+    long = tmp_path / ("long" * 30)
+    long.mkdir()
+    script = (
+        "import paragrad as pg\nif __name__ == '__main__':\n    "
+        "pg.train(pg.job('digits').replace(epochs=1), 'data(2)', loaders=1, limit=3)"
+    )
+    (tmp_path / "own.py").write_text(script)
+    ran = subprocess.run(
+        [sys.executable, str(tmp_path / "own.py")],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(long)},
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert choose_short_folder(Path("/" + MAX_PATH_BYTES * "x")) != Path("/" + MAX_PATH_BYTES * "x")
+    assert choose_short_folder(tmp_path) == tmp_path or len(str(tmp_path)) > MAX_PATH_BYTES
+
+
+# ---- what is left behind ---------------------------------------------------------------------
+def test_folders_of_killed_runs_are_removed_at_the_next_start(tmp_path: Path) -> None:
+    """Known by a lock, not by process ids, which mean other processes in another container."""
+    with mock.patch("paragrad.launch.launcher_folder.choose_short_folder", return_value=tmp_path):
+        # where launched ranks meet: it has no lock
+        (tmp_path / "paragrad-0").mkdir()
+        dead, held = create_locked_folder()
+        alive, other = create_locked_folder()
+        assert dead.exists()
+        os.close(held)  # as the end of its processes does
+        remove_stale_folders(tmp_path)
+        assert not dead.exists()
+        assert alive.exists()
+        assert (tmp_path / "paragrad-0").exists()
+        os.close(other)
+
+
+KILLED = """
+import os, signal, sys, torch, paragrad as pg
+from torch import nn
+from torch.utils.data import TensorDataset
+
+model = nn.Linear(10, 4)
+data = TensorDataset(torch.randn(60, 10), torch.randint(4, (60,)))
+with pg.parallelize(model, nn.functional.cross_entropy, torch.optim.SGD(model.parameters(),
+        lr=0.1), "serial") as trainer:
+    for batch in trainer.batches(data, 12, 0, loaders=1):
+        trainer.step(*batch)
+        if sys.argv[1:]:
+            {"all": os.killpg, "rank": os.kill}[sys.argv[1]](os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.table
+@pytest.mark.parametrize("who", [pytest.param("all", marks=pytest.mark.table), "rank"])
+def test_loader_folders_of_killed_runs_are_removed(who: str, tmp_path: Path) -> None:
+    """Under torchrun, or alone, it was Python's own folder, pymp-..., which nobody clears. Of a
+    rank that was killed alone the loaders lived on for up to five seconds, and held their
+    folder's lock for longer than torchrun's next start took to its end.
+    """
+    (tmp_path / "own.py").write_text(KILLED)
+    # a short path: under a long one such folders are elsewhere
+    with tempfile.TemporaryDirectory() as temporary:
+        for more, code in ([who], -signal.SIGKILL), ([], 0):
+            ran = subprocess.run(
+                [sys.executable, str(tmp_path / "own.py"), *more],
+                timeout=100,
+                check=False,
+                process_group=0,
+                env={**os.environ, "TMPDIR": temporary},
+            )
+            assert ran.returncode == code
+            left = [
+                path.name
+                for path in Path(temporary).iterdir()
+                if path.name.startswith(("pymp-", "paragrad-"))
+            ]
+            assert len(left) == len(more)
+
+
+def test_ctrl_c_removes_partial_checkpoints(tmp_path: Path) -> None:
+    """Ranks are killed then, one of them amid a checkpoint, which stayed: --resume saves in a
+    folder of its own.
+    """
+
+    def interrupt(told: dict[str, Any]) -> None:
+        (run,) = tmp_path.iterdir()
+        (run / "checkpoint-00000009.partial").mkdir()
+        (run / "checkpoint-00000009.partial" / "model.safetensors").touch()
+        (run / "model.safetensors.partial").touch()
+        raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted):
+        pg.train(JOB, "data(2)", runs=tmp_path, progress=interrupt)
+    assert list(tmp_path.rglob("*.partial")) == []
+
+
+@pytest.mark.story
+def test_repeated_ctrl_c_prints_no_traceback(tmp_path: Path) -> None:
+    """The third one came as the server was waited for, and was a traceback."""
+    (tmp_path / "talks.py").write_text(TALKS)
+    os.mkfifo(tmp_path / "begun")
+    words = [
+        sys.executable,
+        "-m",
+        "paragrad",
+        "train",
+        "talks.py",
+        "--strategy",
+        "data(2)",
+        "--save",
+        "5",
+        "--runs",
+        "runs",
+    ]
+    with subprocess.Popen(
+        words,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "BEGUN": str(tmp_path / "begun")},
+    ) as launcher:
+        (tmp_path / "begun").read_text()
+        while launcher.poll() is None:
+            launcher.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                launcher.wait(0.03)  # as quickly as fingers are
+        assert launcher.stdout is not None
+        printed = launcher.stdout.read()
+    assert launcher.returncode == 130
+    assert "Traceback" not in printed
+    assert printed.splitlines()[-1].startswith("paragrad: stopped")
+
+
+# ---- a terminal that is closed ---------------------------------------------------------------
+TALKS = """
+import contextlib, os, paragrad as pg, torch
+from torch import nn
+from torch.utils.data import Dataset
+
+class Points(Dataset):
+    seen = 0
+
+    def __len__(self):
+        return 60
+
+    def __getitem__(self, index):
+        Points.seen += 1
+        if Points.seen == 200:
+            # one rank tells: whoever reads is gone by the second
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(os.environ["BEGUN"] + "-told")
+                open(os.environ["BEGUN"], "w").close()      # waits for who reads it
+        return torch.full((10,), index / 60), index % 4
+
+job = pg.Job(name="talks", model=lambda: nn.Linear(10, 4), loss=nn.functional.cross_entropy,
+        train=Points(), batch=12,
+             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), epochs=100_000)
+"""
+AT_A_TERMINAL = """
+import os, sys
+# of a session's first process: its controlling terminal
+terminal = os.open(sys.argv[1], os.O_RDWR)
+for number in range(3):
+    os.dup2(terminal, number)
+os.execv(sys.executable, [sys.executable, "-m", "paragrad", *sys.argv[2:]])
+"""
+
+
+@pytest.mark.table
+def test_closed_terminal_ends_a_training_like_sigterm(tmp_path: Path) -> None:
+    """SIGHUP ended the launcher with no word: nothing was saved, and folders stayed."""
+    (tmp_path / "talks.py").write_text(TALKS)
+    (tmp_path / "temporary").mkdir()
+    os.mkfifo(tmp_path / "begun")
+    ours, theirs = os.openpty()
+    command = [
+        "train",
+        str(tmp_path / "talks.py"),
+        "--strategy",
+        "data(2)",
+        "--runs",
+        str(tmp_path / "runs"),
+    ]
+    with subprocess.Popen(
+        [sys.executable, "-c", AT_A_TERMINAL, os.ttyname(theirs), *command],
+        start_new_session=True,
+        env={**os.environ, "BEGUN": str(tmp_path / "begun"), "TMPDIR": str(tmp_path / "temporary")},
+    ) as launcher:
+        os.close(theirs)
+        (tmp_path / "begun").read_text()
+        os.close(ours)  # its system hangs up
+        assert launcher.wait(60) == 0
+    record = Record(next((tmp_path / "runs").iterdir()))
+    assert record.end is not None
+    assert record.end["status"] == "stopped"
+    assert (
+        read_folder_step(list_checkpoint_folders(record.folder)[0])
+        == len(record.select_lines("step"))
+        == len(record.select_lines("step", rank=1))
+    )
+    assert list((tmp_path / "temporary").glob("paragrad-*")) == []
+
+
+# ---- a comparison that ends early ------------------------------------------------------------
+ROWS = "serial; data(2); data(2, reduce=ring)"
+
+
+def at_the_second(act: Callable[[], None]) -> Callable[[str], Callable[[dict[str, Any]], None]]:
+    """Progress that does something once, as the second row trains."""
+    acted: list[str] = []
+
+    def of(name: str) -> Callable[[dict[str, Any]], None]:
+        def tell(told: dict[str, Any]) -> None:
+            if name == "data(2)" and not acted:
+                acted.append(name)
+                act()
+
+        return tell
+
+    return of
+
+
+def interrupted() -> None:
+    raise KeyboardInterrupt
+
+
+def compared(tmp_path: Path, status: str, **settings: Any) -> pg.Table:
+    job = JOB.replace(epochs=4)
+    if status == "interrupted":
+        with pytest.raises(Interrupted) as caught:
+            pg.compare(job, ROWS, runs=tmp_path, progress=at_the_second(interrupted), **settings)
+        return pg.Table(caught.value.folder)
+    return pg.compare(
+        job,
+        ROWS,
+        runs=tmp_path,
+        progress=at_the_second(lambda: os.kill(os.getpid(), signal.SIGTERM)),
+        **settings,
+    )
+
+
+@pytest.mark.sample(2)
+@pytest.mark.story
+@pytest.mark.parametrize("status", ["stopped", "interrupted"])
+def test_interrupted_comparison_keeps_finished_rows(tmp_path: Path, status: str) -> None:
+    """SIGTERM and Ctrl-C lost them; now the table has them and names the others, and --resume
+    finishes it.
+    """
+    table = compared(tmp_path, status)
+    assert table.ending["status"] == status
+    assert table.missing == ["data(2)", "data(2, reduce=ring)", "baseline-serial-threads-1"]
+    assert table.rows[0].test is None
+    assert table.rows[0].seconds_per_step
+    assert f"the comparison was {status}; not done: data(2); data(2, reduce=ring)" in str(table)
+    assert (table.folder / "page.html").exists()
+    begun = (table.folder / table.rows[0].runs[0] / "run.jsonl").stat().st_mtime_ns
+    whole = pg.compare(JOB.replace(epochs=4), ROWS, runs=tmp_path, resume=table.folder)
+    assert whole.folder == table.folder
+    assert whole.missing == []
+    assert "not done" not in str(whole)
+    assert max(row.difference or 0.0 for row in whole.rows) <= 1e-10
+    # it was not made anew
+    assert (table.folder / table.rows[0].runs[0] / "run.jsonl").stat().st_mtime_ns == begun
+    with pytest.raises(pg.Refused, match="go on with the same"):
+        pg.compare(JOB.replace(epochs=4), "serial; data(2)", runs=tmp_path, resume=table.folder)
+    with (
+        Recorder(whole.folder / "compare.jsonl", exclusive=True),
+        pytest.raises(pg.Refused, match="is still being written to"),
+    ):
+        pg.compare(JOB.replace(epochs=4), ROWS, runs=tmp_path, resume=table.folder)
+    with pytest.raises(pg.Refused, match="holds no comparison"):
+        pg.compare(JOB, ROWS, runs=tmp_path, resume=tmp_path)
+
+
+def test_comparison_on_a_full_disk(tmp_path: Path) -> None:
+    run = comparing.train_on_ranks
+
+    def full(ranks: Launcher, row: ValidatedRun, folder: Path, **more: Any) -> pg.Run:
+        if "data" in folder.name:
+            raise OSError(28, "No space left on device", str(folder / "run.jsonl"))
+        return run(ranks, row, folder, **more)
+
+    with mock.patch.object(comparing, "train_on_ranks", full):
+        table = pg.compare(JOB, ROWS, runs=tmp_path)
+    assert table.ending["status"] == "failed"
+    assert "not done: data(2); data(2, reduce=ring)" in str(table)
+    assert "run.jsonl: No space left on device" in str(table)

@@ -1,0 +1,241 @@
+"""verify: the certificate of a training that is serial's, and of one that is not."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from equality_table import JOBS, ROWS, VECTORS, mlp
+from equality_table import job as make_job
+from rich.console import Console
+from typer.testing import CliRunner
+
+import paragrad as pg
+from paragrad.commands.cli import app
+from paragrad.jobs.find_job import find_job
+from paragrad.report.progress import ProgressDisplay
+from paragrad.schedules.fault_injection import FAULTS
+
+FIELDS = [
+    "schema",
+    "job",
+    "digest",
+    "strategy",
+    "resolved",
+    "device",
+    "backend",
+    "steps",
+    "failure",
+    "cause",
+    "sabotage",
+    "machine",
+    "folder",
+    "tensor",
+    "tensors",
+    "first",
+    "twin",
+    "twins",
+    "bound",
+    "allowed",
+    "chaotic",
+    "dtype",
+    "why",
+    "reference",
+    "difference",
+    "same",
+]
+BUILT_IN = (
+    "digits",
+    "inception-digits",
+    "mnist-mlp",
+    "mnist-cnn",
+    "mnist-resnet",
+    "shakespeare-lstm",
+    "shakespeare-gpt",
+)
+
+
+def verified(*words: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, ["verify", *words])
+    assert result.exit_code == code, result.output
+    return result.stdout
+
+
+def test_certificate_of_an_equal_training(tmp_path: Path) -> None:
+    text = verified("digits", "--strategy", "data(2, reduce=ring)", "--runs", str(tmp_path))
+    assert "same training as serial: yes (bound 1e-10, float64)" in text
+    path = Path(text.split("certificate: ")[1].strip())
+    told = json.loads(path.read_text())
+    assert list(told) == FIELDS
+    assert told["same"]
+    assert told["strategy"] == "data(2, reduce=ring)"
+    assert told["machine"]["torch"] == torch.__version__
+    names = set(pg.job("digits").model().state_dict())
+    assert set(told["tensors"]) == names | {f"gradient of {name}" for name in names}
+    assert told["difference"] == max(told["tensors"].values()) <= 1e-10
+    assert set(told["twins"]) == set(told["tensors"])  # what rounding alone does
+    assert 0 < told["twin"] == max(told["twins"].values()) <= 1e-10
+    assert (told["dtype"], told["why"], told["cause"], told["chaotic"]) == (
+        "float64",
+        None,
+        None,
+        None,
+    )
+    again = json.loads(
+        verified(
+            "digits", "--strategy", "data(3, shares=[3, 1, 1])", "--runs", str(tmp_path), "--json"
+        )
+    )
+    # of the job, whatever the strategy
+    assert again["digest"] == told["digest"]
+    other = json.loads(
+        verified("digits", "--strategy", "serial", "--seed", "1", "--runs", str(tmp_path), "--json")
+    )
+    assert other["digest"] != told["digest"]
+
+
+@pytest.mark.parametrize("bug", FAULTS)
+def test_planted_bug_is_named(bug: str, tmp_path: Path) -> None:
+    words = (
+        "digits",
+        "--strategy",
+        "data(3, reduce=tree)",
+        "--runs",
+        str(tmp_path),
+        "--inject-fault",
+        bug,
+    )
+    text = verified(*words, code=1)
+    assert "same training as serial: NO" in text
+    assert "step 0" in text
+    assert "tensor " in text
+    told = json.loads(verified(*words, "--json", code=1))
+    assert not told["same"]
+    assert told["sabotage"] == bug
+    if bug == "skip_chunk":
+        assert "not equal bit for bit" in told["failure"]
+    else:
+        assert told["first"] == ["gradient of 0.weight", 0]
+
+
+@pytest.mark.story
+def test_failed_run_has_no_verdict(tmp_path: Path) -> None:
+    """A job that raised on one rank was certified as another training: "same training as
+    serial: NO".
+    """
+    job = Path(__file__).parents[1] / "helpers" / "job_files" / "fails_on_two.py"
+    result = CliRunner().invoke(
+        app, ["verify", str(job), "--strategy", "data(2)", "--runs", str(tmp_path)]
+    )
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert "Traceback" in result.stderr
+    assert re.fullmatch(
+        r"paragrad: rank 1, step 0: RuntimeError: two is one too many \(.*fails_on_two\.py:\d+\) "
+        r"\(the run "
+        r"failed, so whether it is the same training is not known\)",
+        result.stderr.splitlines()[-1],
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def one_cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=3)
+
+
+@pytest.mark.story
+def test_scheduler_that_ends_with_the_job(tmp_path: Path) -> None:
+    """torch's sentence of a step too many said nothing of why there were more."""
+    with pytest.raises(
+        pg.RankFailed,
+        match=r"step 3: .*; a comparison makes 20 steps and the job 3: if something of it ends "
+        r"with these \(a scheduler\), give it more epochs",
+    ):
+        pg.verify(
+            make_job("cycle", mlp, VECTORS, batch=12, epochs=1, scheduler=one_cycle),
+            "data(2)",
+            runs=tmp_path,
+        )
+
+
+@pytest.mark.story
+def test_failure_kind_does_not_depend_on_its_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A difference of replicas was told from a run that failed by a part of its message: this
+    job's error was certified as another training.
+    """
+    files = Path(__file__).parents[1] / "helpers" / "job_files"
+    monkeypatch.syspath_prepend(str(files))
+    (tmp_path / "words.py").write_text(
+        (files / "fails_on_two.py")
+        .read_text()
+        .replace("two is one too many", "they are not equal bit for bit")
+    )
+    message = (
+        r"RuntimeError: they are not equal bit for bit \(.*words\.py:\d+\) \(the run failed, so"
+    )
+    with pytest.raises(pg.RankFailed, match=message) as caught:
+        pg.verify(find_job(str(tmp_path / "words.py")), "data(2)", runs=tmp_path / "runs")
+    assert (caught.value.rank, caught.value.step, caught.value.differs) == (1, 0, False)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_progress_of_a_stepwise_comparison(tmp_path: Path) -> None:
+    """verify was silent for all of its steps."""
+    told: list[dict[str, float]] = []
+    pg.verify(pg.job("digits"), "serial", runs=tmp_path, progress=told.append)
+    assert [(each["step"], each["steps"]) for each in told] == [(step, 20) for step in range(1, 21)]
+    assert all(each["difference"] <= 1e-10 for each in told)
+    console = Console(file=io.StringIO())
+    tell = ProgressDisplay(console).track_run("verify serial")
+    for each in told:
+        tell(each)
+    assert (
+        console.file.getvalue()
+        == f"verify serial: step 20 of 20, difference {told[-1]['difference']:.1e}\n"
+    )  # type: ignore
+
+
+@pytest.mark.table
+def test_certificate_names_its_reference(tmp_path: Path) -> None:
+    """Micro-batches or not, it is serial's training; but batch norm sees micro-batches: there
+    data(2, micro=2) is serial(micro=2).
+    """
+    text = verified("digits", "--strategy", "data(2, micro=2)", "--runs", str(tmp_path))
+    assert "same training as serial: yes" in text
+    assert (
+        pg.verify(JOBS["cnn with batch norm"], "data(2, micro=2)", runs=tmp_path).reference
+        == "serial(micro=2)"
+    )
+    job = pg.job("digits")
+    digests = {
+        pg.verify(changed, "serial", runs=tmp_path).digest
+        for changed in (
+            job,
+            job.replace(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.7)),
+            job.replace(clip_norm=1.0),
+            job.replace(loss=torch.nn.functional.multi_margin_loss),
+            job.replace(dtype=torch.bfloat16),
+        )
+    }
+    assert len(digests) == 5
+
+
+def test_inexact_strategy_is_not_equal(tmp_path: Path) -> None:
+    certificate = pg.verify(JOBS["cnn with batch norm"], "data(2, batch_norm=share)", runs=tmp_path)
+    assert not certificate.same
+    assert certificate.first is not None
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.table
+def test_every_strategy_on_every_built_in_job(
+    data: Path, name: str, row: str, tmp_path: Path
+) -> None:
+    assert pg.verify(pg.job(name), ROWS[row](2), runs=tmp_path, data=data).same

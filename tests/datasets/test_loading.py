@@ -1,0 +1,368 @@
+"""Data of any shape, in the exact order, drawn from by (seed, epoch, index), loaded by any
+number of processes.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+from collections import namedtuple
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from equality_table import JOBS, VECTORS, mlp
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+
+import paragrad as pg
+from paragrad.commands.train import train_on_ranks
+from paragrad.datasets.loader_processes import SharedBatch, load_batches
+from paragrad.datasets.loading import (
+    Samples,
+    convert_batch,
+    map_leaves,
+    separate_target,
+    slice_batch,
+)
+from paragrad.datasets.sample_order import SampleOrder
+from paragrad.jobs.job import CPU
+from paragrad.jobs.loss import call_model
+from paragrad.launch import Launcher
+from paragrad.record.step_log import StepLog
+from paragrad.strategies.shares import Division
+from paragrad.trainer.batch import Batch, make_rank_batch
+from paragrad.trainer.batch_feed import BatchFeed
+from paragrad.trainer.settings import Settings
+from paragrad.validation.inspect_job import inspect_job
+from paragrad.validation.validate import validate_run
+
+# more loaders than this machine has cores is what some of these tests want
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+Point = namedtuple("Point", "x y")
+
+
+class Augmented(Dataset):
+    """Draws from torch, numpy and random for every sample."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        noise = (
+            torch.rand(10)
+            + random.random()
+            + torch.tensor(numpy.random.rand(10), dtype=torch.float32)
+        )
+        return noise + index, index % 4
+
+
+def drawn(
+    seed: int = 0,
+    epoch: int = 0,
+    batches: tuple[tuple[int, ...], ...] = ((3, 1), (2,)),
+    loaders: int = 0,
+) -> list[Tensor]:
+    return [
+        batch[0]
+        for batch in load_batches(
+            Samples(Augmented(), seed), [(epoch, list(batch)) for batch in batches], loaders
+        )
+    ]
+
+
+def test_sample_draws_by_seed_epoch_and_index() -> None:
+    first = torch.cat(drawn())
+    assert torch.equal(first, torch.cat(drawn(batches=((3,), (1, 2)))))
+    assert torch.equal(first[1:], torch.cat(drawn(batches=((1,), (2,)))))
+    assert not torch.equal(first, torch.cat(drawn(seed=1)))
+    assert not torch.equal(first, torch.cat(drawn(epoch=1)))
+
+
+@pytest.mark.parametrize(("loaders", "most"), [(0, 1), (1, 3)])
+def test_batch_order_is_computed_lazily(loaders: int, most: int) -> None:
+    """All of an epoch were made before the first: about a hundred bytes a sample, in every
+    rank.
+    """
+    made: list[int] = []
+
+    def batches() -> Iterator[Batch]:
+        for step in range(20):
+            made.append(step)
+            yield make_rank_batch(
+                SampleOrder(40, 2, 0), 0, range(2 * step, 2 * step + 2), Division(), (0,)
+            )
+
+    given = BatchFeed(StepLog(None), CPU, None).iterate_batches(
+        Samples(Augmented()), batches(), loaders
+    )
+    next(given)
+    assert len(made) <= most  # each loader has two to go on with
+    assert len(list(given)) == 19
+    assert made == list(range(20))
+
+
+@pytest.mark.parametrize("loaders", [1, 2, 3])
+def test_loaders_give_the_same_numbers_in_the_same_order(loaders: int) -> None:
+    batches = tuple((start, start + 1) for start in range(0, 40, 2))
+    for ours, theirs in zip(
+        drawn(batches=batches), drawn(batches=batches, loaders=loaders), strict=True
+    ):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("loaders", [0, 2])
+def test_global_generators_stay_unchanged(loaders: int) -> None:
+    before = torch.get_rng_state(), numpy.random.get_state()[1].copy(), random.getstate()
+    drawn(loaders=loaders)
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert (before[1] == numpy.random.get_state()[1]).all()  # type: ignore[index]
+    assert before[2] == random.getstate()
+
+
+def test_training_with_loaders_equals_serial(pool: Launcher, tmp_path: Path) -> None:
+    """Transforms drawn in two processes of each rank, under data(2), give serial's losses and
+    parameters.
+    """
+    job = pg.Job(
+        name="augmented",
+        model=lambda: nn.Linear(10, 4),
+        loss=nn.functional.cross_entropy,
+        train=Augmented(),
+        test=Augmented(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        batch=7,
+        epochs=2,
+        dtype=torch.float64,
+        metric=pg.accuracy,
+    )
+    runs = []
+    for text, loaders in (
+        ("serial", 0),
+        ("serial", 1),
+        ("data(2, reduce=ring)", 2),
+        ("data(3, micro=2)", 1),
+    ):
+        folder = tmp_path / str(len(runs))
+        folder.mkdir()
+        runs.append(
+            train_on_ranks(pool, validate_run(job, text, Settings(loaders=loaders)), folder)
+        )
+    for finished in runs[1:]:
+        assert finished.losses == pytest.approx(runs[0].losses, rel=1e-10)
+        assert finished.test == runs[0].test
+        for name, tensor in finished.model().state_dict().items():
+            assert torch.allclose(
+                tensor, runs[0].model().state_dict()[name], rtol=1e-10, atol=1e-12
+            )
+
+
+def test_failing_loader_names_rank_and_error(pool: Launcher, tmp_path: Path) -> None:
+    class Broken(Augmented):
+        def __getitem__(self, index: int) -> tuple[Tensor, int]:
+            if index == 39:
+                raise OSError("picture 39 is broken")
+            return super().__getitem__(index)
+
+    job = JOBS["mlp"].replace(train=Broken())
+    with pytest.raises(pg.RankFailed, match="picture 39 is broken"):
+        train_on_ranks(pool, validate_run(job, "data(2)", Settings(loaders=1)), tmp_path)
+
+
+def test_whole_batches_use_the_batch_method_of_a_dataset() -> None:
+    assert torch.equal(Samples(VECTORS)[0, [3, 5]][0], VECTORS.tensors[0][[3, 5]])
+    assert torch.equal(Samples(Subset(VECTORS, [3, 5]))[0, [1, 0]][0], VECTORS.tensors[0][[5, 3]])
+
+    class Shifted(TensorDataset):
+        """A subclass with a transform of its own is asked sample by sample."""
+
+        def __getitem__(self, index: int) -> tuple[Tensor, ...]:  # type: ignore[override]
+            assert isinstance(index, int)
+            x, y = super().__getitem__(index)
+            return x + 1, y
+
+    assert torch.equal(Samples(Shifted(*VECTORS.tensors))[0, [3]][0], VECTORS.tensors[0][[3]] + 1)
+
+
+def test_nested_batches() -> None:
+    batch = {
+        "x": torch.arange(6.0).view(3, 2),
+        "many": [torch.arange(3), {"deep": torch.arange(3.0)}],
+        "texts": ["a", "b", "c"],
+        "point": Point(torch.arange(3.0), torch.tensor(5)),
+        "n": 7,
+    }
+    part = slice_batch(batch, slice(1, 3), 3)
+    assert part["x"].tolist() == [[2, 3], [4, 5]]
+    assert part["many"][0].tolist() == [1, 2]
+    assert part["many"][1]["deep"].tolist() == [1, 2]
+    assert part["texts"] == ["b", "c"]
+    # texts, as torch's collate gives them
+    assert slice_batch(("a", "b", "c"), slice(1, 3), 3) == ("b", "c")
+    with pytest.raises(ValueError, match=r"shape \(7, 3\), which cannot be cut into micro-batches"):
+        slice_batch(torch.zeros(7, 3), slice(1, 3), 3)  # time first
+    assert isinstance(part["point"], Point)
+    assert part["point"].x.tolist() == [1, 2]
+    # no first dimension: it is every sample's
+    assert part["point"].y == 5
+    assert part["n"] == 7
+    moved = convert_batch(batch, CPU, torch.float64)
+    assert moved["x"].dtype == moved["many"][1]["deep"].dtype == torch.float64
+    assert moved["many"][0].dtype == torch.int64
+    assert map_leaves(lambda leaf: leaf, batch)["texts"] is batch["texts"]
+
+
+def test_model_call_by_batch_type() -> None:
+    def model(x: int, y: int = 0) -> tuple[int, int]:
+        return x, y
+
+    assert call_model(model, 1) == (1, 0)
+    assert call_model(model, (1, 2)) == (1, 2)
+    assert call_model(model, {"y": 2, "x": 1}) == (1, 2)
+    assert separate_target((1, 2)) == (1, 2)
+    assert separate_target({"x": 1}) == ({"x": 1}, {"x": 1})
+    with pytest.raises(pg.Refused, match=r"must be a pair .input, target. or a dict, got Tensor"):
+        separate_target(torch.ones(3))
+
+
+def test_random_collate_with_a_batched_dataset() -> None:
+    def mixing(samples: list[tuple[Tensor, Tensor]]) -> Tensor:
+        return torch.stack([x for x, _ in samples]) + torch.rand(1)
+
+    samples = Samples(VECTORS, 3, mixing)
+    assert torch.equal(samples[0, [4, 5]] - samples[0, [4]], samples[0, [4, 5]] - samples[0, [4]])
+    assert torch.equal(samples[0, [4, 5]][:1], samples[0, [4]])
+    assert not torch.equal(samples[1, [4]], samples[0, [4]])
+
+
+def test_complex_buffers_keep_their_imaginary_part() -> None:
+    class Rotary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out = nn.Linear(2, 2)
+            self.register_buffer("turns", torch.polar(torch.ones(2), torch.arange(2.0)))
+
+    for dtype, expected in ((torch.float32, torch.complex64), (torch.float64, torch.complex128)):
+        model = JOBS["mlp"].replace(model=Rotary, dtype=dtype).build_model()
+        assert model.turns.dtype == expected  # type: ignore[union-attr]
+        assert float(model.turns.imag[1]) == pytest.approx(0.8414710)
+
+
+def test_data_loader_as_dataset_is_refused() -> None:
+    """'DataLoader' object is not callable, said the Job; not subscriptable, said one's own
+    loop. Neither named the repair.
+    """
+    wanted = (
+        "is a DataLoader, which makes batches of its own; give the dataset itself, the global "
+        "batch size as batch=7"
+    )
+    loader = DataLoader(VECTORS, batch_size=7)
+    for train in (loader, lambda folder: loader):
+        with pytest.raises(pg.Refused, match=f"job mlp: train {wanted}"):
+            inspect_job(JOBS["mlp"].replace(train=train))
+    model = mlp()
+    with (
+        pg.parallelize(
+            model, nn.functional.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1)
+        ) as trainer,
+        pytest.raises(pg.Refused, match=f"the dataset {wanted}"),
+    ):
+        next(trainer.batches(loader, batch=12, epoch=0))
+
+
+@pytest.mark.parametrize(
+    ("found", "told"),
+    [
+        (0.75, "float"),
+        (torch.ones(8), "tensor of shape (8,)"),
+        ((1.0, 2.0, 3.0), "float, float, float"),
+        (("much", 8), "str, int"),
+        ((torch.ones(8), 8), "tensor of shape (8,), int"),
+        (None, "NoneType"),
+    ],
+    ids=str,
+)
+def test_metric_is_called_at_start(found: object, told: str) -> None:
+    """It was called first after a whole epoch, and what it gave was taken apart on every
+    rank.
+    """
+    job = JOBS["mlp"].replace(test=VECTORS, metric=lambda output, target: found)
+    wanted = f"returned ({told}) for a batch of 8; return a pair of numbers (sum, weight)"
+    with pytest.raises(pg.Refused, match=re.escape(wanted)):
+        inspect_job(job)
+    assert (
+        inspect_job(
+            job.replace(metric=lambda output, target: [torch.tensor(3), numpy.int64(8)])
+        ).test_samples
+        == 29
+    )
+
+
+def test_test_set_is_read_at_start() -> None:
+    other = TensorDataset(torch.randn(5, 3), torch.zeros(5).long())
+    with pytest.raises(
+        pg.Refused, match="job mlp: one batch of test through the model raised RuntimeError"
+    ):
+        inspect_job(JOBS["mlp"].replace(test=other))
+
+
+class Views(torch.utils.data.Dataset[Any]):
+    """Samples of all kinds, among them parts of one large tensor."""
+
+    def __init__(self) -> None:
+        self.large = torch.arange(1 << 20, dtype=torch.float64).view(1024, 1024)
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        return {
+            "part": self.large[index],
+            "column": self.large[:, index],
+            "one": torch.tensor(index).expand(3),
+            "none": torch.zeros(0, 2),
+            "text": str(index),
+            "array": torch.ones(2).numpy() * index,
+        }
+
+
+def as_drawn(drawn: list[Any]) -> Any:
+    return drawn[0] if len(drawn) == 1 else torch.utils.data.default_collate(drawn)
+
+
+def test_loader_batches_use_anonymous_shared_memory() -> None:
+    """Through memory without a name: torch's entries in /dev/shm stay where a loader is killed
+    in between (1 of 300 kills).
+    """
+    keys = [(0, [3]), (0, [0, 1, 5])]
+    samples = Samples(Views(), collate=as_drawn)
+    assert SharedBatch(samples[keys[0]]).region.size < 3 * 8 * 1024, (
+        "of a large tensor the parts alone"
+    )
+    before = memory_files()
+    for ours, theirs in zip(
+        load_batches(samples, keys), load_batches(samples, keys, 1), strict=True
+    ):
+        assert ours.keys() == theirs.keys()
+        assert ours["text"] == theirs["text"]
+        for name in ("part", "column", "one", "none", "array"):
+            torch.testing.assert_close(theirs[name], ours[name], rtol=0, atol=0)
+            assert not torch.as_tensor(theirs[name]).is_shared()
+        theirs["part"].add_(1.0)  # it is whoever took it that has it
+    del theirs
+    assert memory_files() == before
+
+
+def memory_files() -> int:
+    """Descriptors of memory without a name in this process."""
+    places = [f"/proc/self/fd/{each}" for each in os.listdir("/proc/self/fd")]
+    return sum(
+        os.readlink(place).startswith("/memfd:paragrad")
+        for place in places
+        if os.path.lexists(place)
+    )

@@ -1,0 +1,230 @@
+"""Collates that draw or pad: what they make of a share is not its part of the batch, so every
+rank collates all of it.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from equality_table import VECTORS, Lines, job
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset, default_collate
+
+import paragrad as pg
+from paragrad.datasets.loading import Samples, explain_whole_batch
+from paragrad.errors import StepFailed
+from paragrad.jobs.job import Job
+from paragrad.validation.inspect_job import inspect_job
+from paragrad.validation.validate import validate_run
+
+pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.story]
+
+OWN = "it puts samples in an order of its own"
+STRATEGIES = ("data(2)", "data(3, reduce=ring, shares=[2, 1, 1], micro=2)", "serial(micro=3)")
+
+
+def mixed_up(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Mixup: every sample with another of its batch, by a share drawn for the batch."""
+    x, target = default_collate(samples)
+    share = numpy.random.beta(0.4, 0.4)
+    other = torch.randperm(len(x))
+    both = functional.one_hot(target, 4).to(x.dtype)
+    return share * x + (1 - share) * x[other], share * both + (1 - share) * both[other]
+
+
+def masked(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Some entries hidden, by Python's generator and by torch's."""
+    x, target = default_collate(samples)
+    return x * (torch.rand_like(x) > 0.3) * random.choice([0.5, 1.0]), target
+
+
+class Pooled(nn.Module):
+    """The mean over a padded line, padding and all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.out = nn.Linear(8, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.out(self.embedding(tokens).mean(1))
+
+
+def padded(lines: list[Tensor]) -> tuple[Tensor, Tensor]:
+    return nn.utils.rnn.pad_sequence(lines, batch_first=True), torch.tensor(
+        [int(line[0]) % 4 for line in lines]
+    )
+
+
+DRAWING = {
+    "mixup": job("mixup", lambda: nn.Linear(10, 4), VECTORS, collate=mixed_up),
+    "masked": job("masked", lambda: nn.Linear(10, 4), VECTORS, collate=masked),
+}
+PADDED = job("padded", Pooled, Lines(), collate=padded)
+
+
+class Recurrent(nn.Module):
+    """The last state of lines that are packed longest first, as torch wants them by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.cell = nn.GRU(8, 6, batch_first=True)
+        self.out = nn.Linear(6, 4)
+
+    def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(
+            self.embedding(tokens), lengths.cpu(), batch_first=True
+        )
+        return self.out(self.cell(packed)[1][0])
+
+
+def longest_first(lines: list[Tensor]) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    lines = sorted(lines, key=len, reverse=True)
+    tokens, target = padded(lines)
+    return (tokens, torch.tensor(list(map(len, lines)))), target
+
+
+SORTED = job("sorted", Recurrent, Lines(), collate=longest_first)
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("made", [*DRAWING.values(), PADDED], ids=lambda made: made.name)
+def test_whole_batch_collate_equals_serial(made: Job, strategy: str, tmp_path: Path) -> None:
+    """What collate drew followed a share's first sample; a mean over padding was 7.5e-2 off."""
+    certificate = pg.verify(made, strategy, runs=tmp_path)
+    assert certificate.same
+    assert certificate.difference is not None
+    assert certificate.difference <= 1e-10
+
+
+def test_reason_for_whole_batches_is_recorded(tmp_path: Path) -> None:
+    assert inspect_job(DRAWING["mixup"]).whole_batch_reason == "it draws at random"
+    assert inspect_job(PADDED).whole_batch_reason == "what it makes of a share counts otherwise"
+    assert (
+        inspect_job(
+            job("plain", lambda: nn.Linear(10, 4), VECTORS, collate=default_collate)
+        ).whole_batch_reason
+        is None
+    )
+    run = pg.train(PADDED, "data(2)", runs=tmp_path)
+    told = [line for line in run.choices if line["what"] == "collate"]
+    assert [(line["picked"], line["because"]) for line in told] == [
+        ("whole batches on every rank", "what it makes of a share counts otherwise")
+    ]
+
+
+def test_indivisible_batch_is_refused() -> None:
+    """Time first: the batch's first dimension is not the samples, so no rank could take its
+    part of a whole batch.
+    """
+
+    def time_first(lines: list[Tensor]) -> tuple[Tensor, Tensor]:
+        tokens, target = padded(lines)
+        return tokens.T, target
+
+    class OfColumns(Pooled):
+        def forward(self, tokens: Tensor) -> Tensor:
+            return super().forward(tokens.T)
+
+    with pytest.raises(pg.Refused, match="padded otherwise than the whole"):
+        validate_run(job("columns", OfColumns, Lines(), collate=time_first), "data(2)")
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("strategy", ["data(2, micro=3)", "serial(micro=3)"])
+def test_collate_with_a_sample_order(strategy: str, tmp_path: Path) -> None:
+    """With micro=3 the last batch of 5 leaves a part empty, for which one sample stands in.
+    Sorted among the others it was taken for another one, in silence: gradients were 2.2 times
+    their size off.
+    """
+    assert inspect_job(SORTED).whole_batch_reason == OWN
+    certificate = pg.verify(SORTED, strategy, runs=tmp_path)
+    assert certificate.same, (certificate.difference, certificate.tensor, certificate.failure)
+    assert certificate.difference is not None
+    assert certificate.difference <= 1e-10
+
+
+def numbered(samples: list[float]) -> tuple[Tensor, Tensor]:
+    return torch.tensor(samples), torch.tensor(samples[0])  # the first one's, for all
+
+
+GENERATOR = torch.Generator()
+COLLATES: dict[str, tuple[Callable[[list[Any]], Any], list[Any], str | None]] = {
+    "sorted": (lambda samples: torch.tensor(sorted(samples)), [3.0, 1.0, 2.0], OWN),
+    "neighbours alike": (lambda samples: torch.tensor(sorted(samples)), [1.0] * 8 + [2.0] * 8, OWN),
+    "one sample": (lambda samples: torch.tensor(sorted(samples)), [3.0], None),
+    "no tensors": (sorted, [(3, 1), (1, 1)], OWN),
+    "in order": (numbered, [0.0, 1.0, 1.0, float("nan"), 2.0, 5.0], None),
+    "fails backwards": (
+        lambda samples: torch.tensor(samples) / math.sqrt(samples[-1] - samples[0]),
+        [1.0, 2.0],
+        None,
+    ),
+    "drops samples": (lambda samples: torch.tensor(sorted(samples)[1:]), [3.0, 1.0, 2.0], None),
+    "time first": (
+        lambda samples: torch.stack(samples, 1),
+        list(torch.arange(25.0).view(5, 5)),
+        None,
+    ),
+    "draws": (lambda samples: torch.rand(len(samples)), [1.0, 2.0], "it draws at random"),
+    "never the same": (
+        lambda samples: torch.rand(len(samples), generator=GENERATOR),
+        [1.0, 2.0],
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COLLATES)
+def test_collates_that_sort_are_detected(name: str) -> None:
+    """Asked with the same few samples forwards and backwards; one that cannot be seen through
+    is left as it is.
+    """
+    collate, data, because = COLLATES[name]
+    assert explain_whole_batch(Samples(data, 0, collate), batch=12) == because
+    assert explain_whole_batch(Samples(data, 0, pg.WholeBatch(collate)), batch=12) is None
+
+
+def without_twos(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    x, target = zip(*[sample for sample in samples if sample[1] != 2], strict=True)
+    return torch.stack(x), torch.stack(target)
+
+
+def test_collate_that_fails_on_a_share(tmp_path: Path) -> None:
+    """It drops samples, and of one share all: "not enough values to unpack (expected 2, got 0)"
+    was all that was said.
+    """
+    vectors = TensorDataset(VECTORS.tensors[0], torch.where(torch.arange(29) % 2 == 0, 1, 2))
+    dropping = job("dropping", lambda: nn.Linear(10, 4), vectors, collate=without_twos, batch=2)
+    with pytest.raises(
+        pg.Refused,
+        match=r"collate raised ValueError: not enough values .*given 1 of the batch's 2 samples\); "
+        r"if it drops samples, .* collate=paragrad.WholeBatch\(collate\)",
+    ):
+        inspect_job(dropping)
+    with pytest.raises(
+        pg.RankFailed,
+        match=r"collate raised .*of the batch's 6 samples\); if it drops samples, let it keep",
+    ):
+        pg.train(dropping.replace(batch=6), "data(3, reduce=ring)", runs=tmp_path)
+    with pytest.raises(StepFailed, match=r"given 1 of the batch's 1 samples\)$"):
+        dropping.make_samples(vectors)[0, [1]]
+
+
+def test_whole_batches_on_request() -> None:
+    made = PADDED.replace(collate=pg.WholeBatch(padded))
+    assert inspect_job(made).whole_batch_reason is None
+    samples = made.make_samples(Lines())
+    everything = samples[0, [3, 4, 5, 6]]
+    part = samples[0, [3, 4, 5, 6], [0, 2]]
+    assert torch.equal(part[0], everything[0][[0, 2]])

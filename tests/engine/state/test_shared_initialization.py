@@ -1,0 +1,250 @@
+"""The whole model once on a host, until it is cut: what comes over to ranks that did not build
+it, and what it takes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import random
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy
+import pytest
+import torch
+from equality_table import VECTORS, resolved
+from equality_table import job as make_job
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+import paragrad as pg
+from paragrad.datasets.loading import separate_target
+from paragrad.engine.state import shared_initialization
+from paragrad.jobs.job import Job
+from paragrad.launch import Launcher
+from paragrad.runtime import allocator
+from paragrad.runtime.generators import fingerprint_generators
+from paragrad.runtime.world import World
+from paragrad.trainer import exchange_setup
+from paragrad.trainer.trainer import Trainer
+
+
+class Everything(nn.Module):
+    """What a model may hold: a tied weight, views of one storage, buffers of all kinds, tensors
+    and functions in Python.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(10, 10)
+        self.last = nn.Linear(10, 10)
+        self.last.weight = self.first.weight
+        flat = torch.randn(30)
+        self.views = nn.ParameterList([nn.Parameter(flat[:10]), nn.Parameter(flat[10:])])
+        self.frozen = nn.Parameter(torch.randn(3, 4).t(), requires_grad=False)
+        self.register_buffer("scale", torch.tensor(2.0), persistent=False)
+        self.register_buffer("nothing", torch.empty(0))
+        self.register_buffer("counts", torch.arange(3))
+        self.table = torch.randn(5)
+        self.array = numpy.random.rand(3)
+        self.drawn = random.random()
+        self.layer_of = {"first": self.first}
+        self.end = lambda x: x * self.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.end(self.last(torch.tanh(self.first(x))))
+
+
+class Normed(nn.Module):
+    """torch refuses to pickle a parametrized module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            parametrizations.weight_norm(nn.Linear(10, 10)) for _ in range(2)
+        )
+
+
+def state(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def comes_over(world: World, job: Job) -> tuple[str, str]:
+    """Beside what this rank builds itself."""
+    begun = shared_initialization.build_shared_model(world, job.build_model)
+    after = fingerprint_generators()
+    wanted = job.build_model()
+    model = begun.model
+    assert after == fingerprint_generators()
+    assert list(state(model)) == list(state(wanted))
+    for name, tensor in state(wanted).items():
+        ours = state(model)[name]
+        assert torch.equal(ours, tensor), name
+        assert (ours.stride(), ours.requires_grad, ours.dtype) == (
+            tensor.stride(),
+            tensor.requires_grad,
+            tensor.dtype,
+        )
+    for tensor in model.parameters():  # nobody else's
+        tensor.data.fill_(world.rank)
+    world.barrier()
+    assert all(bool((tensor == world.rank).all()) for tensor in model.parameters())
+    if isinstance(model, Everything):
+        check_everything(model, wanted)  # type: ignore[arg-type]
+    return begun.choice, begun.reason
+
+
+def check_everything(model: Everything, wanted: Everything) -> None:
+    assert model.last.weight is model.first.weight
+    one, other = (view.untyped_storage() for view in model.views)
+    assert one.data_ptr() == other.data_ptr()
+    assert torch.equal(model.table, wanted.table)
+    assert (model.drawn, model.array.tolist()) == (wanted.drawn, wanted.array.tolist())
+    assert model.layer_of["first"] is model.first
+    assert model(torch.zeros(2, 10)).shape == (2, 10)
+
+
+def test_whole_model_is_received(pool: Launcher) -> None:
+    for picked, _ in pool.run(comes_over, make_job("everything", Everything, VECTORS), size=3):
+        assert picked == "built once on each host"
+
+
+def test_unpicklable_model_is_built_on_every_rank(pool: Launcher) -> None:
+    for picked, because in pool.run(comes_over, make_job("normed", Normed, VECTORS), size=3):
+        assert picked == "built by every rank"
+        assert "parametrized modules is only supported through state_dict()" in because
+
+
+def cannot_open(world: World) -> tuple[str, str, list[bool]]:
+    """What is built, and with which weights a checkpoint is loaded, where no process may open
+    another's memory.
+    """
+    loads: list[bool] = []
+    with mock.patch.object(
+        shared_initialization, "open_region", side_effect=RuntimeError("not from here")
+    ):
+        begun = shared_initialization.build_shared_model(world, lambda: nn.Linear(2, 2))
+        shared_initialization.load_shared_model(world, begun.hosts, begun.model, loads.append)
+    return begun.choice, begun.reason, loads
+
+
+def test_every_rank_has_a_copy_without_shared_memory(pool: Launcher) -> None:
+    first, *others = pool.run(cannot_open, size=3)
+    assert first[2] == [True]
+    for picked, because, loads in others:
+        assert picked == "built by every rank"
+        assert "not from here" in because
+        assert loads == [False, True]
+
+
+def raises() -> nn.Module:
+    raise ValueError("no such model")
+
+
+def test_failing_model_construction_is_reported(pool: Launcher) -> None:
+    with pytest.raises(pg.RankFailed, match="no such model"):
+        pool.run(comes_over, make_job("raises", raises, VECTORS), size=3)
+
+
+def kept_apart(world: World) -> bool:
+    """Of a part, the values of views of one storage, and no more than is held of another."""
+    whole = Everything()
+    model = shared_initialization.copy_modules(whole)
+    values = whole.frozen.clone()
+    assert model.first.weight.data_ptr() == whole.first.weight.data_ptr()
+    shared_initialization.make_values_private(model)
+    model.frozen.data.zero_()
+    model.views[0].data.zero_()
+    return (
+        torch.equal(whole.frozen, values)
+        and bool(whole.views[0].all())
+        and model.last.weight is model.first.weight
+    )
+
+
+def test_shard_has_its_own_storage() -> None:
+    assert kept_apart(World())
+
+
+# ---- what it takes ---------------------------------------------------------------------------
+LAYERS = 16
+SIZE = 1024
+WHOLE = LAYERS * SIZE * (SIZE + 1) * 4
+# bytes that its products of such matrices may keep in a process (none with
+# MKL_DISABLE_FAST_MM=1)
+OF_MKL = 5 << 20
+
+
+def large(size: int) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(size, size) for _ in range(LAYERS)))
+
+
+def proportional() -> int:
+    """Bytes that this process takes of the machine's memory, its part of what it shares; not of
+    files: where others end that use torch, its libraries count for more in those that are
+    left.
+    """
+    lines = dict(
+        line.split(":") for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
+    )
+    return sum(1024 * int(lines[each].split()[0]) for each in ("Pss_Anon", "Pss_Shmem"))
+
+
+def taken(world: World, job: Job, text: str, unchecked: bool) -> list[int]:
+    """What a rank takes more than before, as the model is to be cut, and after the first
+    step.
+    """
+
+    def now() -> int:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # what is free in the heap is no model's
+        world.barrier()
+        found = proportional()
+        world.barrier()
+        return found
+
+    def cut(*arguments: Any, **more: Any) -> Any:
+        seen.append(now())
+        return divided(*arguments, **more)
+
+    allocator.return_freed_memory()  # of trainings before
+    seen = [now()]
+    divided = exchange_setup.build_model_partition
+    trainer = Trainer.build_for_job(world, job, resolved(text), skip_first_step_check=unchecked)
+    with mock.patch.object(exchange_setup, "build_model_partition", cut):
+        trainer.step(*separate_target(next(trainer.batches(job.train, job.batch, 0))))
+    seen.append(now())
+    trainer.close()
+    return [each - seen[0] for each in seen[1:]]
+
+
+@pytest.mark.parametrize("unchecked", [True, pytest.param(False, marks=pytest.mark.story)])
+def test_whole_model_is_on_a_host_once(pool: Launcher, unchecked: bool) -> None:
+    """Every rank had all of it until the cut: four ranks, four models, and more for the
+    comparison with one worker's step.
+    """
+
+    def found(size: int) -> Any:
+        points = torch.utils.data.TensorDataset(torch.randn(8, size), torch.randint(4, (8,)))
+        job = make_job(
+            "large",
+            lambda: large(size),
+            points,
+            batch=8,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        )
+        return zip(
+            *pool.run(taken, job, "place(4, cut=[4, 4, 4, 4])", unchecked, size=4), strict=True
+        )
+
+    # what a rank takes for its first training is no model's
+    found(8)
+    before, after = found(SIZE)
+    # what one worker made, and its twin, on rank 0
+    assert sum(before) <= 1.15 * WHOLE + (0 if unchecked else 2 * WHOLE)
+    assert max(before[1:]) <= 0.1 * WHOLE
+    # of every rank its part, and the gradients
+    assert sum(after) <= 2.2 * WHOLE + 4 * OF_MKL
+    assert max(after) <= 0.6 * WHOLE + OF_MKL

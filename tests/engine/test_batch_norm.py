@@ -1,0 +1,354 @@
+"""Batch norm however a model computes it: the statistics of the whole micro-batch, equal to
+serial.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from equality_table import IMAGES, VECTORS, activated_cnn, job, normed_cnn, synchronised_cnn
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.functional import batch_norm
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import Dataset, TensorDataset
+
+import paragrad as pg
+from paragrad.engine.batch_norm import BatchNorm
+from paragrad.errors import RankFailed, StepFailed
+from paragrad.jobs.job import Job
+from paragrad.runtime.world import World
+from paragrad.trainer.trainer import Trainer
+
+pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.story]
+
+BOUND = 1e-10
+# the last batch has 5 or 6 samples: with the shares of the third some parts are empty, and some
+# are one sample
+STRATEGIES = ("data(2)", "data(2, reduce=ring)", "data(3, shares=[6, 1, 1], micro=2)")
+
+
+class Plain(nn.Module):
+    """functional.batch_norm in a forward, imported by name: no module of torch's kind, no
+    running statistics.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(10, 8)
+        self.out = nn.Linear(8, 4)
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(batch_norm(self.first(x), None, None, self.scale, training=True).tanh())
+
+
+class Recomputed(nn.Module):
+    """A batch norm inside gradient checkpointing, which computes it once more in backward."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.first = nn.Linear(10, 8)
+        self.out = nn.Linear(8, 4)
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(checkpoint(self.inner, self.first(x).tanh(), use_reentrant=self.reentrant))
+
+
+class Frozen(nn.Module):
+    """A batch norm that stays in eval mode in training (its statistics are fixed), before one
+    that trains.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.BatchNorm1d(10)
+        self.frozen.running_mean = torch.linspace(-1, 1, 10)
+        self.rest = nn.Sequential(nn.Linear(10, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4))
+        self.train()
+
+    def train(self, mode: bool = True) -> Frozen:
+        super().train(mode)
+        self.frozen.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rest(self.frozen(x))
+
+
+class Kept(Frozen):
+    """It is never told to train but by who trains it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen.train()
+
+
+class Instances(nn.Module):
+    """Instance norm written with batch_norm, samples x channels as channels (as AdaIN is), and
+    a standardised weight.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 2, 3, 3))
+        self.out = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = batch_norm(
+            self.weight.view(1, 4, -1), None, None, training=True, momentum=0.0
+        ).view_as(self.weight)
+        x = functional.conv2d(x, weight)
+        x = batch_norm(x.reshape(1, -1, *x.shape[2:]), None, None, training=True).view_as(x)
+        return self.out(x.relu().mean((2, 3)))
+
+
+def normed_mlp() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(10, 8), nn.BatchNorm1d(8, momentum=None), nn.Tanh(), nn.Linear(8, 4)
+    )
+
+
+def pooled_cnn() -> nn.Module:
+    """Whose batch norm sees two values per channel and sample."""
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3),
+        nn.MaxPool2d(3),
+        nn.Flatten(2),
+        nn.BatchNorm1d(4),
+        nn.Flatten(),
+        nn.Linear(16, 4),
+    )
+
+
+def recomputed() -> nn.Module:
+    return Recomputed(reentrant=False)
+
+
+def recomputed_reentrant() -> nn.Module:
+    return Recomputed(reentrant=True)
+
+
+def timm_activated() -> nn.Module:
+    # a CPU build of torchvision may lack the operators that it registers for
+    for name in ("nms", "qnms"):
+        with contextlib.suppress(RuntimeError):
+            torch.library.define(
+                f"torchvision::{name}",
+                "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+            )
+    from timm.layers import BatchNormAct2d
+
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3), BatchNormAct2d(4, act_layer=nn.ELU), nn.Flatten(), nn.Linear(144, 4)
+    )
+
+
+KINDS: dict[str, tuple[Callable[[], nn.Module], Dataset]] = {
+    "a subclass with a forward of its own": (activated_cnn, IMAGES),
+    "SyncBatchNorm": (synchronised_cnn, IMAGES),
+    "functional, by name": (Plain, VECTORS),
+    "recomputed": (recomputed, VECTORS),
+    "recomputed, reentrant": (recomputed_reentrant, VECTORS),
+    "frozen": (Frozen, VECTORS),
+    "cumulative mean": (normed_mlp, VECTORS),
+    "instance norm and weights": (Instances, IMAGES),
+}
+
+
+def gentle(parameters: object) -> torch.optim.Optimizer:
+    """In larger steps the rounding of one processor grew to 1.3e-10 in twenty."""
+    return torch.optim.SGD(parameters, lr=0.02, momentum=0.9)  # type: ignore[arg-type]
+
+
+def same(job: Job, strategy: str, folder: Path) -> pg.Certificate:
+    certificate = pg.verify(job, strategy, runs=folder)
+    assert certificate.same, certificate
+    assert certificate.difference <= BOUND
+    return certificate
+
+
+# the door looks without gradients
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_form_of_batch_norm_equals_serial(kind: str, strategy: str, tmp_path: Path) -> None:
+    """A subclass's own forward was replaced by the plain one, and its activation lost (2.5 off
+    at step 0); functional calls took each share's own statistics; SyncBatchNorm refused the
+    CPU; an instance norm would mix samples of two ranks.
+    """
+    model, data = KINDS[kind]
+    same(job(kind, model, data, optimizer=gentle), strategy, tmp_path)
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_timms_batch_norm_with_activation(strategy: str, tmp_path: Path) -> None:
+    if importlib.util.find_spec("timm") is None:
+        pytest.skip("timm is not installed (pip install timm)")
+    same(job("timm", timm_activated, IMAGES), strategy, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "batch"), [("data(3)", 3), ("data(3, reduce=tree)", 3), ("data(2, micro=2)", 4)]
+)
+def test_one_sample_per_share(strategy: str, batch: int, tmp_path: Path) -> None:
+    """torch refuses one value per channel in training; over all ranks there are more."""
+    data = TensorDataset(*(tensor[:24] for tensor in IMAGES.tensors))
+    model = pooled_cnn if batch == 4 else normed_cnn
+    same(job("one each", model, data, batch=batch), strategy, tmp_path)
+
+
+class ByHand(nn.BatchNorm2d):
+    def forward(self, x: Tensor) -> Tensor:
+        variance, mean = torch.var_mean(x, (0, 2, 3), correction=0, keepdim=True)
+        return (x - mean) / (variance + self.eps).sqrt() * self.weight.view(
+            1, -1, 1, 1
+        ) + self.bias.view(1, -1, 1, 1)
+
+
+class Stem(nn.Module):
+    """As a vision transformer begins: the gradient of its batch norm comes transposed."""
+
+    def __init__(self, norm: type[nn.BatchNorm2d] = nn.BatchNorm2d) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(2, 4, 3, bias=False)
+        self.norm = norm(4)
+        self.first = nn.Linear(4, 4)
+        self.out = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.norm(self.patch(x)).flatten(2).transpose(1, 2)
+        return self.out(torch.tanh(tokens + self.first(tokens)).mean(1))
+
+
+def by_hand() -> nn.Module:
+    return Stem(ByHand)
+
+
+@pytest.mark.parametrize("strategy", ["serial", "data(2)", "pipeline(2, micro=4, cut=[out])"])
+def test_one_image_with_a_transposed_gradient(strategy: str, tmp_path: Path) -> None:
+    """torch's own backward is wrong there, by more than the gradient, in one layout of the work
+    and not in another.
+    """
+    data = TensorDataset(*(tensor[:9] for tensor in IMAGES.tensors))
+    # whose batch is one
+    model, alone = (Stem, "serial(micro=4)") if "micro" in strategy else (by_hand, "serial")
+    expected = pg.train(
+        job("by hand", model, data, batch=8, dtype=torch.float64), alone, runs=tmp_path
+    ).model()
+    trained = pg.train(
+        job("stem", Stem, data, batch=8, dtype=torch.float64), strategy, runs=tmp_path
+    ).model()
+    for (name, value), other in zip(trained.named_parameters(), expected.parameters(), strict=True):
+        assert torch.allclose(value, other, rtol=1e-9, atol=1e-12), name
+
+
+def built_in_eval() -> nn.Module:
+    model = Kept()
+    model.rest[1].eval()
+    return model
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        nn.BatchNorm2d(4),
+        nn.BatchNorm3d(4),
+        nn.InstanceNorm2d(4, affine=True),
+        nn.BatchNorm2d(4).eval(),
+    ],
+)
+def test_norm_backward_in_either_memory_layout(norm: nn.Module) -> None:
+    norm = norm.double()
+    shape = (1, 4, 3, 3, 3) if isinstance(norm, nn.BatchNorm3d) else (1, 4, 3, 3)
+    x = torch.randn(
+        shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    ).requires_grad_()
+    gradient = torch.randn(
+        (1, *shape[2:], 4), dtype=torch.float64, generator=torch.Generator().manual_seed(2)
+    ).movedim(-1, 1)
+    with BatchNorm(World(), norm, lambda payload: None, samples=1):
+        (found,) = torch.autograd.grad(norm(x), x, gradient)
+    over = [each for each in range(x.dim()) if each != 1]
+    variance, mean = torch.var_mean(x, over, correction=0, keepdim=True)
+    if not norm.training:
+        variance = torch.ones_like(variance)
+        mean = torch.zeros_like(mean)
+    (expected,) = torch.autograd.grad((x - mean) / (variance + norm.eps).sqrt(), x, gradient)
+    assert torch.allclose(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_norm_that_train_keeps_in_eval_mode() -> None:
+    """A loop begins with model.train(), for which the model has a way of its own: a job's never
+    heard it.
+    """
+    model = job("kept", Kept, VECTORS).build_model()
+    assert not model.frozen.training
+    assert model.rest.training
+    assert not job("kept by a caller", built_in_eval, VECTORS).build_model().rest[1].training
+    assert (
+        not job("eval", lambda: nn.Sequential(nn.Linear(10, 4), nn.Dropout().eval()), VECTORS)
+        .build_model()[1]
+        .training
+    )
+
+
+def test_changed_running_statistics_are_named() -> None:
+    """What a comparison may excuse after batch norm, by name: neither other buffers nor a
+    frozen norm's.
+    """
+    found = job("frozen", Frozen, VECTORS)
+    trainer = Trainer.build_for_job(World(), found, pg.strategy("serial"))
+    assert not trainer.training.batch_norm.has_computed
+    trainer.step(*next(trainer.batches(found.train, 12, 0)))
+    assert trainer.training.batch_norm.has_computed
+    assert trainer.training.batch_norm.normalized_buffers == {
+        "rest.1.running_mean",
+        "rest.1.running_var",
+    }
+
+
+def test_batch_norm_functions_are_restored() -> None:
+    before = torch.batch_norm, functional._verify_batch_size, nn.SyncBatchNorm.forward
+    found = job("norm", normed_cnn, IMAGES)
+    trainer = Trainer.build_for_job(World(), found, pg.strategy("serial"))
+    trainer.step(*next(trainer.batches(found.train, 12, 0)))
+    assert before == (torch.batch_norm, functional._verify_batch_size, nn.SyncBatchNorm.forward)
+
+
+def test_batch_of_one_sample_is_refused_as_by_torch() -> None:
+    found = job("norm", normed_mlp, VECTORS, batch=1)
+    trainer = Trainer.build_for_job(World(), found, pg.strategy("serial"))
+    with pytest.raises(StepFailed, match="Expected more than 1 value per channel when training"):
+        trainer.step(*next(trainer.batches(found.train, 1, 0)))
+
+
+def compiled() -> nn.Module:
+    return torch.compile(
+        nn.Sequential(nn.Linear(10, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)), backend="eager"
+    )  # type: ignore
+
+
+def run_before() -> nn.Module:
+    model = compiled()
+    model(VECTORS.tensors[0])
+    return model
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("model", [compiled, run_before])
+def test_a_compiled_batch_norm_is_refused(model: Callable[[], nn.Module], tmp_path: Path) -> None:
+    """A graph holds torch's own kernel: each rank took the statistics of its share, or waited
+    for ever in the compiler.
+    """
+    with pytest.raises(RankFailed, match="batch norm in a compiled model"):
+        pg.train(job("compiled", model, VECTORS), "data(2)", runs=tmp_path)

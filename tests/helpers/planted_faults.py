@@ -1,0 +1,293 @@
+"""Wrongs planted in ranks: what the library, a model or a job could get wrong, by their names.
+
+A job's model() is built in every rank, and plants the wrong there: it changes the library in
+that process, for as long as the rank lives. One worker's step beside (`run_reference_step`) stays
+right, and so does whatever only looks at a model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from equality_table import job, momentum, numbers, whole
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+from paragrad import Job
+from paragrad.engine import batch_norm
+from paragrad.engine import exchange as exchanges
+from paragrad.jobs import loss
+from paragrad.parallel.data import shared_memory
+from paragrad.strategies.strategy import PER_ELEMENT
+from paragrad.trainer import batch, trainer, training
+from paragrad.trainer.first_step import inspect_model, reference_step
+from paragrad.trainer.first_step import step_check as first_step
+
+IMAGES = TensorDataset(
+    numbers(30, 2, 8, 8, seed=3),
+    whole(4, 30, 2, seed=4).masked_fill(whole(3, 30, 2, seed=8) == 0, -100),
+)
+
+
+class Working:
+    """In a strategy's own step, and not where something only looks?"""
+
+    looking = 0
+
+    @classmethod
+    @contextlib.contextmanager
+    def look(cls) -> Iterator[None]:
+        cls.looking += 1
+        try:
+            yield
+        finally:
+            cls.looking -= 1
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+class Net(nn.Module):
+    """Convolution, batch norm, dropout, two targets an image of which some do not count."""
+
+    forgetful = False  # one activation is lost
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        self.out = nn.Linear(36, 8)
+        self.register_buffer("seen", torch.zeros(()))
+        self.counts = False  # a buffer counts its share
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(self.conv(x))
+        hidden = hidden if self.forgetful and not Working.looking else torch.relu(hidden)
+        hidden = functional.dropout(functional.max_pool2d(hidden, 2).flatten(1), 0.2, self.training)
+        if self.counts:
+            self.seen += len(x)
+        return self.out(hidden).view(-1, 4, 2)
+
+
+def later(of: Any, name: str, change: Callable[[Any], Any]) -> None:
+    """Replace a function of a class or module, for the life of this process, by one that
+    changes what it gives.
+    """
+    original = getattr(of, name)
+
+    def changed(*arguments: Any, **more: Any) -> Any:
+        found = original(*arguments, **more)
+        return found if Working.looking else change(found)
+
+    mock.patch.object(of, name, changed).start()
+
+
+def weight_off_by_one(net: Net) -> None:
+    later(loss.LossModule, "forward", lambda pair: (pair[0], pair[1] + 1))
+
+
+def mean_of_means(net: Net) -> None:
+    later(loss.LossModule, "forward", lambda pair: (pair[0] / pair[1], 1.0))
+
+
+def mask_by_rank(net: Net) -> None:
+    original = training.key_draws
+    mock.patch.object(
+        training,
+        "key_draws",
+        lambda draws, seed, *more, **others: original(draws, seed + 1 + rank(), *more, **others),
+    ).start()
+
+
+def lost_activation(net: Net) -> None:
+    net.forgetful = True
+
+
+def buffer_by_share(net: Net) -> None:
+    net.counts = True
+
+
+def stale_gradient(net: Net) -> None:
+    """The last layer's bias keeps what it had before: nothing."""
+
+    def forget(exchange: Any) -> None:
+        # whose `averaged` meets the other ranks
+        if isinstance(exchange, shared_memory.SharedMemoryExchange):
+            exchange.mean_gradients[exchange.trained_names.index("out.bias")].zero_()
+        else:
+            exchange.gather_gradients()["out.bias"].zero_()
+
+    _after_average(forget)
+
+
+def noise_by_rank(net: Net) -> None:
+    def disturb(exchange: Any) -> None:
+        gradient = (
+            exchange.mean_gradients[0]
+            if isinstance(exchange, shared_memory.SharedMemoryExchange)
+            else exchange.gather_gradients()["conv.weight"]
+        )
+        gradient.add_(1e-3 * (1 + rank()))
+
+    _after_average(disturb)
+
+
+def _after_average(change: Callable[[Any], None]) -> None:
+    for kind in (exchanges.Exchange, shared_memory.SharedMemoryExchange):
+        original = kind.average
+
+        def changed(self: Any, weight: float, original: Any = original) -> None:
+            original(self, weight)
+            change(self)
+
+        mock.patch.object(kind, "average", changed).start()
+
+
+def sample_twice(net: Net) -> None:
+    original = batch.make_rank_batch
+
+    def changed(*arguments: Any, **more: Any) -> Any:
+        batch = original(*arguments, **more)
+        first = batch.micro_batches[0]
+        return replace(
+            batch,
+            micro_batches=[
+                replace(first, places=[*first.places[:-1], first.places[0]]),
+                *batch.micro_batches[1:],
+            ],
+        )
+
+    mock.patch.object(trainer, "make_rank_batch", changed).start()
+
+
+def statistics_of_a_share(net: Net) -> None:
+    original = batch_norm.BatchNorm.__init__
+
+    def changed(self: Any, *arguments: Any, **more: Any) -> None:
+        original(self, *arguments, **more)
+        self.is_local = True
+
+    mock.patch.object(batch_norm.BatchNorm, "__init__", changed).start()
+
+
+def running_statistics_of_a_share(net: Net) -> None:
+    later(batch_norm, "merge_moments", lambda found: (found[0], found[1], found[2]))
+    original = batch_norm.BatchNorm._normalize_globally
+
+    def changed(self: Any, x: Tensor, weight: Any, bias: Any, mean: Any, *more: Any) -> Tensor:
+        result = original(self, x, weight, bias, mean, *more)
+        mean.add_(0.1 * x.mean((0, 2, 3)).detach())
+        return result
+
+    mock.patch.object(batch_norm.BatchNorm, "_normalize_globally", changed).start()
+
+
+def flat_pieces(net: Net) -> None:
+    """An optimizer that wants whole tensors sees pieces: what was tried of it says that any
+    piece would do.
+
+    Of one rank alone it is nothing: all take the most careful answer, as ranks that cut
+    differently would wait for one another, or leave elements to nobody.
+    """
+    mock.patch.object(shared_memory, "find_update_granularity", return_value=PER_ELEMENT).start()
+
+
+class Centralised(torch.optim.SGD):
+    """Takes from each gradient its mean over the inputs, which a flat piece has not, and
+    divides by the tensor's norm.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    whole = (
+                        parameter.grad
+                        - parameter.grad.mean(tuple(range(1, parameter.dim())), keepdim=True)
+                        if parameter.dim() > 1
+                        else parameter.grad
+                    )
+                    parameter -= group["lr"] * whole / (whole.norm() + 1e-6)
+
+
+def centralised(parameters: Any) -> torch.optim.Optimizer:
+    return Centralised(parameters, lr=0.1)
+
+
+@dataclass(frozen=True)
+class BeforeTheUpdate:
+    """It shows in the first step, which ends a training: one of these kinds is named."""
+
+    kinds: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ByTheUpdate:
+    """All is right before the first update, and a training goes on; `verify` alone names it: a
+    parameter.
+
+    optimizer, strategy: with which it shows.
+    """
+
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    strategy: str
+
+
+# what is planted -> where it shows
+WRONGS: dict[Callable[[Net], None], BeforeTheUpdate | ByTheUpdate] = {
+    weight_off_by_one: BeforeTheUpdate(("weight", "loss", "gradient")),
+    mean_of_means: BeforeTheUpdate(("loss", "weight", "gradient")),
+    mask_by_rank: BeforeTheUpdate(("loss", "gradient")),
+    lost_activation: BeforeTheUpdate(("loss", "gradient")),
+    buffer_by_share: BeforeTheUpdate(("buffer",)),
+    stale_gradient: BeforeTheUpdate(("gradient",)),
+    noise_by_rank: BeforeTheUpdate(("gradient",)),
+    sample_twice: BeforeTheUpdate(("loss", "gradient", "buffer")),
+    statistics_of_a_share: BeforeTheUpdate(("loss", "gradient", "buffer")),
+    running_statistics_of_a_share: BeforeTheUpdate(("buffer",)),
+    flat_pieces: ByTheUpdate(centralised, "data(2, state=shared_memory)"),
+}
+
+
+def planted(wrong: Callable[[Net], None], alone: int | None = None) -> Job:
+    """A job with a wrong in every rank, or in one alone."""
+
+    def build() -> Net:
+        net = Net()
+        # not where the door builds it, or another rank
+        if dist.is_initialized() and alone in (None, rank()):
+            for of, name in (
+                (reference_step, "run_reference_step"),
+                (first_step, "run_reference_step"),
+                (inspect_model, "probe_model"),
+            ):
+                original = getattr(of, name)
+                mock.patch.object(of, name, _looking(original)).start()
+            wrong(net)
+        return net
+
+    shown = WRONGS[wrong]
+    return job(
+        f"planted {wrong.__name__}",
+        build,
+        IMAGES,
+        seed=7,
+        optimizer=shown.optimizer if isinstance(shown, ByTheUpdate) else momentum,
+    )
+
+
+def _looking(original: Callable[..., Any]) -> Callable[..., Any]:
+    def looking(*arguments: Any, **more: Any) -> Any:
+        with Working.look():
+            return original(*arguments, **more)
+
+    return looking

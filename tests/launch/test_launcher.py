@@ -1,0 +1,300 @@
+"""Ranks: started, watched, and gone at the end, whatever ended them."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from equality_table import JOBS
+
+from paragrad.errors import RankFailed, StepFailed
+from paragrad.launch import Launcher, fork_server
+from paragrad.report.equivalence.lockstep import compare_with_serial
+from paragrad.runtime.launcher_env import count_cores
+from paragrad.runtime.world import World
+from paragrad.strategies.registry import resolve_strategy, strategy
+from paragrad.strategies.strategy import Environment
+
+
+@pytest.fixture
+def two() -> Iterator[Launcher]:
+    with Launcher(2) as ranks:
+        yield ranks
+
+
+def gone(pids: list[int]) -> bool:
+    return not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def who(world: World, name: str) -> tuple[int, int, str, int]:
+    return world.rank, world.size, name, torch.get_num_threads()
+
+
+def test_results_are_in_rank_order_and_cores_are_divided(pool: Launcher) -> None:
+    for size in (1, 2, 3, 4):
+        assert pool.run(who, "x", size=size) == [
+            (rank, size, "x", max(1, count_cores() // size)) for rank in range(size)
+        ]
+    assert pool.run(who, "x", size=2, threads=3)[0][3] == 3
+
+
+def test_functions_need_not_be_importable(pool: Launcher) -> None:
+    offset = 5
+    assert pool.run(lambda world: world.rank + offset, size=3) == [5, 6, 7]
+
+
+def test_reports_arrive(pool: Launcher) -> None:
+    told: list[tuple[int, str]] = []
+
+    def tell(world: World, report) -> None:  # type: ignore[no-untyped-def]
+        report(f"hello from {world.rank}")
+
+    pool.run(tell, size=2, on_report=lambda rank, value: told.append((rank, value)))
+    assert sorted(told) == [(0, "hello from 0"), (1, "hello from 1")]
+
+
+def fail_on_one(world: World) -> None:
+    if world.rank == 1:
+        raise StepFailed("it broke", step=7, tensor="fc.weight")
+    world.barrier()
+
+
+def test_the_first_failure_is_raised_with_rank_step_and_tensor(two: Launcher) -> None:
+    two._start_ranks(2)
+    pids = [process.pid for process in two.processes]
+    with pytest.raises(RankFailed) as caught:
+        two.run(fail_on_one)
+    error = caught.value
+    assert (error.rank, error.step, error.tensor) == (1, 7, "fc.weight")
+    assert str(error) == "rank 1, step 7, tensor fc.weight: it broke"
+    assert "fail_on_one" in error.traceback
+    assert gone(pids)
+    assert two.run(who, "again")[1][0] == 1  # the next run starts fresh ranks
+
+
+def differ_on_one(world: World, differs: bool) -> None:
+    if world.rank == 1:
+        raise StepFailed("the replicas are not equal bit for bit", differs=differs)
+    world.barrier()
+
+
+@pytest.mark.parametrize("differs", [True, False])
+def test_replica_difference_is_reported_with_the_error(two: Launcher, differs: bool) -> None:
+    """Also where others tell of it in other words."""
+    with pytest.raises(RankFailed) as caught:
+        two.run(differ_on_one, differs)
+    assert caught.value.differs == caught.value.with_message("so it was").differs == differs
+    assert StepFailed.wrap_error(StepFailed("apart", differs=differs), step=3).differs == differs
+
+
+def die(world: World, how: signal.Signals) -> None:
+    if world.rank == 1:
+        os.kill(os.getpid(), how)
+    world.barrier()
+
+
+@pytest.mark.story
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGABRT])
+def test_killed_rank_is_named_and_not_its_peer(two: Launcher, how: signal.Signals) -> None:
+    with pytest.raises(RankFailed) as caught:
+        two.run(die, how)
+    assert caught.value.rank == 1
+    assert f"killed by {how.name}" in str(caught.value)
+
+
+def hang(world: World) -> None:
+    if world.rank == 1:
+        signal.pause()
+
+
+@pytest.mark.story
+def test_hang_is_ended_by_the_deadline_and_named(two: Launcher) -> None:
+    # the deadline shall not count the start of processes
+    two.run(who, "awake")
+    pids = [process.pid for process in two.processes]
+    with pytest.raises(RankFailed) as caught:
+        two.run(hang, deadline=5.0, timeout=60.0)
+    # rank 0 waits for rank 1 at the end of the world
+    assert "rank(s) 0, 1" in str(caught.value)
+    assert "in hang" in caught.value.traceback
+    assert gone(pids)
+
+
+def exits(world: World) -> None:
+    sys.exit(3)
+
+
+def test_sys_exit_in_a_task_is_a_failure(two: Launcher) -> None:
+    with pytest.raises(RankFailed, match="SystemExit: 3"):
+        two.run(exits)
+
+
+SCRIPT = textwrap.dedent("""
+    import signal
+    from paragrad.launch import Launcher, processes
+
+    def wait(world, report):
+        report(None)
+        signal.pause()
+
+    started = []
+
+    def told(rank, value):
+        started.append(rank)
+        if len(started) == 2:
+            server = processes.get_fork_server()
+            print(server.popen.pid, *(process.pid for process in ranks.processes), flush=True)
+
+    with Launcher(2) as ranks:
+        ranks.run(wait, on_report=told)
+""")
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(signal.SIGKILL, marks=pytest.mark.story),
+        *(pytest.param(each, marks=pytest.mark.table) for each in (signal.SIGTERM, signal.SIGINT)),
+    ],
+)
+def test_no_process_outlives_its_launcher(tmp_path: Path, how: signal.Signals) -> None:
+    """The signal goes to the launcher's process group, as Ctrl-C at a terminal does."""
+    (tmp_path / "temporary").mkdir()
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
+    with subprocess.Popen(
+        [sys.executable, "-c", SCRIPT],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment,
+        process_group=0,
+    ) as launcher:
+        assert launcher.stdout is not None
+        watched = [os.pidfd_open(int(pid)) for pid in launcher.stdout.readline().split()]
+        assert len(watched) == 3
+        os.killpg(launcher.pid, how)
+        launcher.wait(timeout=20)
+    wait_for_ends(watched)
+    # and nothing of them is left
+    assert list((tmp_path / "temporary").glob("paragrad-*")) == []
+
+
+def wait_for_ends(handles: list[int]) -> None:
+    """Wait until the processes of all these pidfds are gone, and close them."""
+    poll = select.poll()
+    for handle in handles:
+        poll.register(handle, select.POLLIN)
+    left = set(handles)
+    while left:
+        events = poll.poll(10_000)
+        assert events, f"{len(left)} process(es) are still there after 10 s"
+        for handle, _ in events:
+            left.remove(handle)
+            poll.unregister(handle)
+            os.close(handle)
+
+
+def proved(world: World) -> bool:
+    world.check_collectives()
+    return True
+
+
+def test_world_verifies_its_collectives(pool: Launcher) -> None:
+    assert all(pool.run(proved, size=3))
+
+
+def broken_sum(world: World) -> None:
+    class Broken(World):
+        def all_reduce(self, tensor: torch.Tensor, operation: str = "SUM") -> torch.Tensor:
+            result = super().all_reduce(tensor, operation)
+            return result / self.size if operation == "SUM" else result
+
+    Broken(world.rank, world.size, world.backend, world.timeout, world.group).check_collectives()
+
+
+def test_averaging_backend_is_detected(two: Launcher) -> None:
+    with pytest.raises(RankFailed, match=r"gives a wrong all_reduce\(SUM\)"):
+        two.run(broken_sum)
+
+
+@pytest.mark.table
+def test_reused_rank_keeps_no_threads_or_sockets(pool: Launcher) -> None:
+    """Every run left 9 threads and 21 descriptors in each rank: DDP holds its hook's state,
+    which held DDP, so the process groups of a finished run lived on, and the whole equality
+    table slowed down as it went.
+    """
+
+    def train() -> int:
+        chosen = resolve_strategy(strategy("data(3, reduce=ring)"), Environment())
+        pool.run(compare_with_serial, JOBS["cnn with batch norm"], chosen, size=3)
+        return len(list(Path(f"/proc/{pool.processes[1].pid}/fd").iterdir()))
+
+    train()
+    before = train()
+    after = [train() for _ in range(4)][-1]
+    assert after < before + 21
+
+
+class Interrupted:
+    """A poll in which another signal comes; Python lets nobody into it meanwhile."""
+
+    signals = 3
+
+    def __init__(self) -> None:
+        self.real = PLAIN_POLL()
+        self.running = False
+
+    def register(self, *arguments: Any) -> None:
+        self.real.register(*arguments)
+
+    def poll(self, timeout: int) -> Any:
+        if self.running:
+            raise RuntimeError("concurrent poll() invocation")
+        self.running = True
+        if Interrupted.signals:
+            Interrupted.signals -= 1
+            signal.raise_signal(signal.SIGIO)
+        self.running = False
+        return self.real.poll(timeout)
+
+
+PLAIN_POLL = select.poll
+
+
+def test_process_of_an_ended_server_is_refused() -> None:
+    """As after a kill of the server, which others had replaced: it was a file that was not
+    found.
+    """
+    with Launcher(1) as ranks:
+        shutil.rmtree(ranks.open_shared_folder())
+        with pytest.raises(
+            RankFailed, match="the server of the ranks ended, and its ranks with it"
+        ):
+            ranks.start_extra_process()
+
+
+def test_two_signals_during_server_start() -> None:
+    """On a crowded machine two came at once while torch was imported: the server ended, and
+    nothing could be trained.
+    """
+    launcher, other = socket.socketpair()
+    told: list[str] = []
+    with launcher, mock.patch.object(select, "poll", Interrupted):
+        with fork_server.watch_launcher(launcher, lambda: told.append("gone")):
+            assert not told
+        assert Interrupted.signals == 0
+        with fork_server.watch_launcher(launcher, lambda: told.append("gone")):
+            other.close()
+        assert told

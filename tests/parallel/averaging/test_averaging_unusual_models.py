@@ -1,0 +1,290 @@
+"""What trained wrongly, or ended without a sentence, where weights are averaged: models and
+optimizers that are not the same each time they are asked, parameters that forwards replace,
+tensors that are not dense.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from equality_table import VECTORS, job
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import paragrad as pg
+from paragrad.datasets.clients import ClientRounds, assign_samples
+from paragrad.datasets.sample_order import SampleOrder
+from paragrad.record.record import Record
+from paragrad.validation.validate import validate_run
+
+pytestmark = pytest.mark.usefixtures("warm")
+LOCAL = "local(2, every=3)"
+FEDERATED = "federated(2, clients=6, fraction=0.7)"
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def linear() -> nn.Module:
+    return nn.Linear(10, 4)
+
+
+def of(model: Any, optimizer: Any = sgd, **changes: Any) -> pg.Job:
+    return job("found", model, VECTORS).replace(
+        optimizer=optimizer, dtype=torch.float64, batch=4, **changes
+    )
+
+
+# ---- parameters that forwards replace --------------------------------------------------------
+class Tied(nn.Module):
+    """Ties its weights in a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(10, 10)
+        self.other = nn.Linear(10, 10)
+        self.last = nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.other.weight = self.one.weight
+        return self.last(self.other(torch.tanh(self.one(x))))  # type: ignore[no-any-return]
+
+
+class Made(nn.Linear):
+    """Makes a parameter in its first forward."""
+
+    def __init__(self) -> None:
+        super().__init__(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "late"):
+            self.late = nn.Parameter(torch.zeros(4, dtype=x.dtype))
+        return super().forward(x) + self.late
+
+
+class Swapped(nn.Linear):
+    """Puts another parameter in the place of one, in its second training forward."""
+
+    def __init__(self) -> None:
+        super().__init__(10, 4)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        if self.training and self.calls == 2:
+            self.weight = nn.Parameter(self.weight.detach() * 2)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("text", [LOCAL, FEDERATED])
+@pytest.mark.parametrize(("model", "name"), [(Tied, "other.weight"), (Made, "late")])
+def test_replaced_parameter_is_found_at_start(model: Any, name: str, text: str) -> None:
+    """A KeyError in the first meeting; and one that was made was trained under federated, on
+    some workers.
+    """
+    with pytest.raises(
+        pg.Refused, match=f"in the place of {name}, ties it or makes it; do that in __init__"
+    ):
+        validate_run(of(model), text)
+
+
+@pytest.mark.parametrize("text", [LOCAL, "federated(2, clients=5, fraction=0.7)"])
+def test_late_replacement_of_a_parameter_is_found(text: str, tmp_path: Path) -> None:
+    """It was neither put back nor told: another training with each number of workers."""
+    with pytest.raises(
+        pg.RankFailed, match="tensor weight: a forward put another parameter in its place"
+    ):
+        pg.train(of(Swapped), text, runs=tmp_path)
+
+
+# ---- jobs that are not the same when they are asked again ------------------------------------
+class Outside:
+    """What it keeps in a list, or counts for all, nobody puts back."""
+
+    every = 0
+
+    def __init__(self) -> None:
+        self.calls = [0]
+
+
+class Counting(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(10, 4)
+        self.beside = Outside()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.beside.calls[0] += 1
+        return super().forward(x) * (1 + 0.1 * self.beside.calls[0])
+
+
+class Globally(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        Outside.every += 1
+        return super().forward(x) * (1 + 0.1 * Outside.every)
+
+
+class Turning(Dataset):
+    """Its samples change whenever one is read."""
+
+    read = 0
+
+    def __len__(self) -> int:
+        return len(VECTORS)
+
+    def __getitem__(self, index: int) -> Any:
+        type(self).read += 1
+        sample, target = VECTORS[index]
+        return sample * (1 + 0.1 * self.read), target
+
+
+def collated(samples: list[Any]) -> Any:
+    Outside.every += 1
+    inputs, targets = (torch.stack(each) for each in zip(*samples, strict=True))
+    return inputs * (1 + 0.1 * Outside.every), targets
+
+
+def hooked(parameters: Any) -> torch.optim.Optimizer:
+    every = list(parameters)
+    for each in every:
+        each.register_hook(lambda gradient: 0.5 * gradient)
+    return sgd(every)
+
+
+ONCE: list[torch.optim.Optimizer] = []
+
+
+def once(parameters: Any) -> torch.optim.Optimizer:
+    if not ONCE:
+        ONCE.append(sgd(list(parameters)))
+    return ONCE[0]
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (of(Counting), "the loss of the same samples is another number each time"),
+        (of(Globally), "the loss of the same samples is another number each time"),
+        (of(linear, train=Turning()), "train gives other values each time"),
+        (of(linear, collate=collated), "train gives other values each time"),
+        (of(linear, hooked), "registers hooks on parameters, which stay there"),
+        (of(linear, once), "the same one each time it is called"),
+    ],
+    ids=["a list", "a global", "a dataset", "a collate", "hooks", "the same optimizer"],
+)
+def test_unrestorable_client_state_is_refused(made: pg.Job, says: str) -> None:
+    """It went from one client to the next one on its worker, in silence: with each number of
+    workers another training.
+    """
+    with pytest.raises(pg.Refused, match=says):
+        validate_run(made, FEDERATED)
+
+
+def test_hooks_of_the_model_are_accepted(tmp_path: Path) -> None:
+    def halved() -> nn.Module:
+        model = linear()
+        for each in model.parameters():
+            each.register_hook(lambda gradient: 0.5 * gradient)
+        return model
+
+    one, two = (
+        pg.train(of(halved), f"federated({workers}, clients=6, fraction=0.7)", runs=tmp_path)
+        for workers in (1, 2)
+    )
+    assert torch.allclose(one.model().weight, two.model().weight, rtol=1e-12)
+
+
+# ---- tensors ---------------------------------------------------------------------------------
+class Empty(nn.Linear):
+    """Its first parameter has no elements: there was no bucket for it."""
+
+    def __init__(self) -> None:
+        super().__init__(10, 4)
+        weight = self.weight
+        bias = self.bias
+        del self.weight, self.bias
+        self.none = nn.Parameter(torch.empty(0))
+        self.weight = weight
+        self.bias = bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.none.sum()
+
+
+@pytest.mark.parametrize("text", [LOCAL, FEDERATED, "data(2)"])
+def test_parameter_without_elements(text: str, tmp_path: Path) -> None:
+    run = pg.train(of(Empty), text, runs=tmp_path)
+    assert run.finished
+    assert run.model().state_dict()["none"].shape == (0,)
+
+
+class Graph(nn.Linear):
+    """A sparse matrix, as a graph's neighbours, where it is to be kept."""
+
+    def __init__(self, buffer: bool) -> None:
+        super().__init__(10, 4)
+        near = torch.eye(10).to_sparse()
+        self.register_buffer("near", near) if buffer else setattr(self, "near", near)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward((self.near.to(x.dtype) @ x.t()).t())
+
+
+@pytest.mark.parametrize("text", ["serial", FEDERATED])
+def test_sparse_tensor(text: str, tmp_path: Path) -> None:
+    """Nothing said what it was: the door compared it by an operation that there is for dense
+    ones alone.
+    """
+    with pytest.raises(
+        pg.Refused, match="near is sparse, and no file of a trained model holds that"
+    ):
+        validate_run(of(lambda: Graph(True)), text)
+    assert pg.train(of(lambda: Graph(False)), text, runs=tmp_path).finished
+
+
+def test_nondeterministic_model_construction_is_reported(tmp_path: Path) -> None:
+    with pytest.raises(
+        pg.Refused, match=r"model.safetensors does not fit the model as job found builds it"
+    ):
+        pg.train(of(Made), "serial", runs=tmp_path).model()
+
+
+# ---- rounds ----------------------------------------------------------------------------------
+def test_number_of_rounds_is_computed_without_drawing() -> None:
+    """The door was silent for minutes."""
+    found = ClientRounds(assign_samples(100, 20, 7), SampleOrder(100, 4, 7), 2, 3, 1, 1, 10**9)
+    assert not found.has_varying_steps
+    assert (found.round_starts[10**6], found.round_starts[-1]) == (6 * 10**6, 6 * 10**9)
+    assert [found.round_starts[number] for number in range(4)] == [
+        sum(
+            found.count_client_steps(client)
+            for before in range(number)
+            for client in found.choose_clients(before)
+        )
+        for number in range(4)
+    ]
+    with pytest.raises(pg.Refused, match=r"comes to 30,000 rounds, .*; give at most rounds=20000"):
+        validate_run(of(linear), "federated(2, clients=6, fraction=0.7, rounds=30000)")
+
+
+def test_fraction_that_leaves_workers_idle_is_reported(tmp_path: Path) -> None:
+    says = (
+        "1 of 6 clients takes part in a round, which keeps at most 1 of 2 workers busy, and "
+        "nothing is averaged; give fewer"
+    )
+    with pytest.warns(
+        UserWarning, match=f"{says} workers, or a larger fraction, such as fraction=0.333"
+    ):
+        run = pg.train(of(linear), "federated(2, clients=6, rounds=2)", runs=tmp_path)
+    told = [
+        line["picked"]
+        for line in Record(run.folder).select_lines("choice", 0) + run.choices
+        if line["what"] == "rounds"
+    ]
+    assert told == ["2, with 1 of 6 clients in each"]

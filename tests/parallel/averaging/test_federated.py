@@ -1,0 +1,972 @@
+"""federated: clients with samples of their own train in rounds, and their weights are
+averaged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from equality_table import (
+    IMAGES,
+    IN_ROUNDS,
+    JOBS,
+    VECTORS,
+    Clamped,
+    adam,
+    job,
+    mlp,
+    normed_cnn,
+    resolved,
+    stepped,
+)
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.testing._internal.two_tensor import TwoTensor
+
+import paragrad as pg
+from paragrad.datasets.clients import ClientRounds, ClientTurn
+from paragrad.launch import Launcher
+from paragrad.loops.rounds import RoundTraining
+from paragrad.loops.synchronous import train_rank
+from paragrad.record.record import Record, read_lines
+from paragrad.report import summaries
+from paragrad.runtime.world import World
+from paragrad.trainer.settings import Settings
+from paragrad.validation.validate import ValidatedRun, validate_run
+
+pytestmark = [
+    pytest.mark.usefixtures("warm"),
+    pytest.mark.filterwarnings("ignore:.* clients takes part in a round"),
+]
+
+State = dict[str, Tensor]
+plain = functools.partial(torch.optim.SGD, lr=0.1)
+heavy = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def vectors(**changes: Any) -> pg.Job:
+    return job("vectors", mlp, VECTORS).replace(
+        **{"epochs": 3, "dtype": torch.float64, "optimizer": heavy, "batch": 4, **changes}
+    )
+
+
+def trained(made: pg.Job, text: str, folder: Path, **more: Any) -> tuple[State, Record]:
+    run = pg.train(made, text, runs=folder, **more)
+    return dict(run.model().state_dict()), Record(run.folder)
+
+
+def close(one: State, other: State, within: float = 1e-10) -> bool:
+    return one.keys() == other.keys() and all(
+        torch.allclose(one[name].double(), other[name].double(), rtol=0, atol=within)
+        for name in one
+    )
+
+
+def rounds_of(made: pg.Job, text: str) -> ClientRounds:
+    found = validate_run(made, text).rounds
+    assert found is not None
+    return found
+
+
+def without(rounds: ClientRounds, *lost: int) -> ClientRounds:
+    """The same, where these clients take no part."""
+
+    class Left(ClientRounds):
+        def plan_turns(self, number: int) -> list[ClientTurn]:
+            return [part for part in super().plan_turns(number) if part.client not in lost]
+
+    return Left(
+        rounds.clients,
+        rounds.order,
+        1,
+        rounds.clients_per_round,
+        rounds.passes,
+        rounds.epochs,
+        rounds.requested_rounds,
+    )
+
+
+# ---- it is federated averaging ---------------------------------------------------------------
+def averaged(made: pg.Job, rounds: ClientRounds) -> State:
+    """As McMahan et al. write it, in a loop of plain torch. Which samples, whose turn and which
+    order are the rounds'.
+    """
+    model = made.build_model()
+    for number in range(rounds.count):
+        begun = {name: each.clone() for name, each in model.state_dict().items()}
+        ended = []
+        counts = []
+        for part in rounds.plan_turns(number):
+            model.load_state_dict(begun)
+            optimizer = made.optimizer(model.parameters())
+            for piece in rounds.iterate_client_batches(part, number):
+                inputs, target = (each[piece.indices] for each in made.train.tensors)
+                optimizer.zero_grad()
+                functional.cross_entropy(model(inputs.double()), target).backward()
+                if made.clip_norm:
+                    nn.utils.clip_grad_norm_(model.parameters(), made.clip_norm)
+                optimizer.step()
+            ended.append({name: each.clone() for name, each in model.state_dict().items()})
+            counts.append(len(rounds.clients[part.client]))
+        model.load_state_dict(
+            {
+                name: sum(count * each[name] for count, each in zip(counts, ended, strict=True))
+                / sum(counts)
+                for name in begun
+            }
+        )
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("text", "changes"),
+    [
+        ("federated(2, clients=4, fraction=0.5, local_epochs=2, rounds=5)", {}),
+        (
+            "federated(1, clients=3, fraction=1.0, rounds=3, reduce=native)",
+            {"optimizer": adam, "clip_norm": 0.05},
+        ),
+        ("federated(3, clients=5, fraction=0.6, rounds=4, split=dirichlet(0.3), reduce=ring)", {}),
+        ("federated(2, clients=9, fraction=0.1, rounds=4, reduce=tree)", {"batch": 3}),
+    ],
+)
+def test_federated_averaging_equals_its_formula(
+    tmp_path: Path, text: str, changes: dict[str, Any]
+) -> None:
+    """29 samples: clients have unequal numbers of them. With a fraction of 0.1 of 9 clients it
+    is one a round, so a worker has nothing to do.
+    """
+    made = vectors(**changes)
+    found, _ = trained(made, text, tmp_path)
+    rounds = rounds_of(made, text)
+    assert len({len(samples) for samples in rounds.clients}) == 2
+    assert close(found, averaged(made, rounds), 1e-12)
+
+
+def test_one_client_with_all_samples_is_serial(tmp_path: Path) -> None:
+    """Of plain SGD, which has no state to begin afresh; dropout too."""
+    made = JOBS["dropout"].replace(dtype=torch.float64, optimizer=plain, epochs=3)
+    serial, _ = trained(made, "serial", tmp_path / "serial")
+    found, record = trained(made, "federated(1, clients=1)", tmp_path / "federated")
+    assert close(found, serial, 1e-12)
+    assert len(record.select_lines("epoch")) == 3
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_nonlinear_hook_sees_the_gradient_of_a_client_batch(tmp_path: Path, workers: int) -> None:
+    """With two workers a hook that clips saw the sum over the batch: another training than with
+    one.
+    """
+    made = vectors(model=Clamped)
+    text = f"federated({workers}, clients=3, fraction=1.0, rounds=2)"
+    found, _ = trained(made, text, tmp_path)
+    assert close(found, averaged(made, rounds_of(made, text)), 1e-12)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mlp, adam, clipped, scheduled",
+        "cnn with batch norm, activated, dropout",
+        "lstm, tied, loss as a pair",
+        "dicts, padded, transformed",
+        "frozen and unused",
+        "dropout, recomputed",
+    ],
+)
+def test_number_of_workers_does_not_matter(tmp_path: Path, name: str) -> None:
+    made = JOBS[name].replace(dtype=torch.float64, batch=4, epochs=2)
+    options = "clients=5, fraction=0.6, local_epochs=2, rounds=3"
+    one, *others = (
+        trained(made, f"federated({workers}, {options})", tmp_path / str(workers))[0]
+        for workers in (1, 2, 3)
+    )
+    assert all(close(one, other) for other in others)
+    begun = made.build_model().state_dict()
+    assert not close(one, dict(begun), 1e-3)
+
+
+# ---- what crosses ----------------------------------------------------------------------------
+COLLECTIVES = (
+    "all_reduce",
+    "all_gather",
+    "start_transfers",
+    "all_gather_into",
+    "reduce_scatter_into",
+    "copy_from",
+    "broadcast_object",
+    "gather_objects",
+)
+
+
+def listening(
+    world: World, checked: ValidatedRun, folder: Path, origin: float
+) -> list[tuple[str, int]]:
+    """Every collective of a world that a rank makes in rounds: (which, bytes that it gives)."""
+    heard: list[tuple[str, int]] = []
+
+    class Heard(RoundTraining):
+        def train_segment(self, segment: int) -> bool:
+            with listened():
+                return super().train_segment(segment)
+
+        def end_segment(self, segment: int, start_time: float) -> bool:
+            with listened():
+                return super().end_segment(segment, start_time)
+
+    @contextlib.contextmanager
+    def listened() -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            for name in COLLECTIVES:
+                patch.setattr(World, name, told(name, getattr(World, name)))
+            yield
+
+    def told(name: str, function: Any) -> Any:
+        def call(own: World, *given: Any) -> Any:
+            heard.append((name, sum(each.nbytes for each in given if isinstance(each, Tensor))))
+            return function(own, *given)
+
+        return call
+
+    train_rank(world, checked, folder, origin, loop_class=Heard)
+    return heard
+
+
+@pytest.mark.parametrize("reduce", ["star", "ring", "native"])
+def test_only_weights_and_counts_are_sent(pool: Launcher, tmp_path: Path, reduce: str) -> None:
+    """By the record, in the closed form of each; and by every collective that a rank makes in a
+    round. A test adds up two numbers.
+    """
+    made = vectors(test=VECTORS)
+    checked = validate_run(
+        made, f"federated(3, clients=6, fraction=0.5, rounds=2, reduce={reduce})"
+    )
+    heard = checked.run_on_ranks(pool, listening, checked, tmp_path, 0.0)
+    counts = 8 * (1 + 3)
+    weights = 8 * sum(each.numel() for each in mlp().parameters())
+    for rank in range(3):
+        lines = [line for path in [tmp_path / f"rank-{rank}.jsonl"] for line in read_lines(path)]
+        assert all(line["sent"] == {} for line in lines if line["kind"] == "step")
+        for sent in (line["sent"] for line in lines if line["kind"] == "epoch"):
+            assert list(sent) == ["counts", "weights", "tests"]
+            for kind, whole in (("counts", counts), ("weights", weights)):
+                found = sent[kind]["bytes"]
+                if reduce == "star":
+                    assert found == (2 * whole if rank == 0 else whole)
+                # a ring of parts of whole numbers: of four, three parts are 2, 1 and 1
+                else:
+                    assert abs(found - 4 / 3 * whole) <= 2 * 8
+                assert sent[kind]["computed"] == (reduce == "native")
+            assert sent["tests"] == {"bytes": round(4 / 3 * 16), "computed": True}
+        one = [("all_reduce", counts), ("all_reduce", weights)] if reduce == "native" else []
+        assert heard[rank] == [*one, ("all_reduce", 16)] * 2
+
+
+# ---- who is lost -----------------------------------------------------------------------------
+class Poisoned(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """The vectors, of which some raise, or are infinite, where they are trained on."""
+
+    def __init__(self, raising: list[int], infinite: list[int]) -> None:
+        self.raising = raising
+        self.infinite = infinite
+        self.door = os.getpid()
+
+    def __len__(self) -> int:
+        return len(VECTORS)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        vector, target = VECTORS[index]
+        if index in self.raising and os.getpid() != self.door:
+            raise OSError("this file is gone")
+        return (
+            vector * torch.inf if index in self.infinite and os.getpid() != self.door else vector,
+            target,
+        )
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_mean_is_over_the_clients_that_returned(tmp_path: Path, workers: int) -> None:
+    text = f"federated({workers}, clients=5, fraction=1.0, rounds=3)"
+    rounds = rounds_of(vectors(), text)
+    poisoned = Poisoned([int(rounds.clients[1][2])], [int(rounds.clients[4][4])])
+    found, record = trained(vectors(train=poisoned), text, tmp_path)
+    others = [0, 2, 3]
+    clients = [each for client, each in enumerate(rounds.clients) if client in others]
+    assert sum(map(len, clients)) < 29
+    assert close(found, averaged(vectors(), without(rounds, 1, 4)), 1e-12)
+    assert [line["lost"] for line in record.select_lines("epoch")] == [[1, 4]] * 3
+    events = [
+        line
+        for rank in range(workers)
+        for line in record.select_lines("event", rank)
+        if line["name"] == "lost"
+    ]
+    assert sorted((line["numbers"]["round"], line["numbers"]["client"]) for line in events) == [
+        (number, client) for number in range(3) for client in (1, 4)
+    ]
+    said = {line["numbers"]["client"]: line["message"] for line in events}
+    assert "this file is gone" in said[1]
+    assert "not finite" in said[4]
+    assert record.sample_count.missed > 0
+    assert record.sample_count.twice == 0
+
+
+def test_lost_clients_are_in_the_summary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Workers wrote it into their records, and the run told nobody."""
+    text = "federated(3, clients=5, fraction=1.0, rounds=2)"
+    rounds = rounds_of(vectors(), text)
+    poisoned = Poisoned([int(rounds.clients[1][2])], [int(rounds.clients[4][4])])
+    run = pg.train(vectors(train=poisoned), text, runs=tmp_path)
+    assert [told.partition(":")[0] for told in run.event_messages] == [
+        f"client {client} in round {number}" for number in (0, 1) for client in (1, 4)
+    ]
+    assert run.to_json()["events"] == run.event_messages
+    summaries.print_run(run, False)
+    assert (
+        f"what happened: {run.event_messages[0]}; and 3 more, in the record"
+        in capsys.readouterr().out
+    )
+
+
+def test_round_without_clients_is_in_the_summary_once(tmp_path: Path) -> None:
+    text = "federated(2, clients=4, fraction=0.1, rounds=6)"  # one client a round
+    poor = rounds_of(vectors(), text).choose_clients(1)[0]
+    samples = list(map(int, rounds_of(vectors(), text).clients[poor]))
+    run = pg.train(vectors(train=Poisoned(samples, [])), text, runs=tmp_path)
+    assert [told for told in run.event_messages if "round 1: no client came back" in told] == [
+        "round 1: no client came back; the weights stay"
+    ]
+
+
+class Stuck(Poisoned):
+    """Of which one never comes, where it is trained on."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index in self.raising and os.getpid() != self.door:
+            threading.Event().wait()
+        return VECTORS[index]
+
+
+@pytest.mark.parametrize("loaders", [0, 1])
+def test_missing_sample_loses_the_client_and_not_the_run(tmp_path: Path, loaders: int) -> None:
+    """Its worker waited for it as long as the others for the worker, 4 s: who gave up first was
+    luck.
+    """
+    text = "federated(2, clients=5, fraction=1.0, rounds=1)"
+    rounds = rounds_of(vectors(), text)
+    stuck = Stuck([int(rounds.clients[3][1])], [])
+    found, record = trained(vectors(train=stuck), text, tmp_path, timeout=4.0, loaders=loaders)
+    assert [line["lost"] for line in record.select_lines("epoch")] == [[3]]
+    (said,) = [
+        line["message"]
+        for rank in range(2)
+        for line in record.select_lines("event", rank)
+        if line["name"] == "lost"
+    ]
+    assert f"sample {stuck.raising[0]} of the dataset was not there within 2 s" in said
+    assert close(found, averaged(vectors(), without(rounds, 3)), 1e-12)
+
+
+class Disconnected(nn.Module):
+    """Asks somebody else, who hangs up where a vector is among a batch."""
+
+    def __init__(self, door: int, marked: list[int]) -> None:
+        super().__init__()
+        self.out = nn.Linear(10, 4)
+        self.marked = marked
+        self.door = door
+
+    def forward(self, x: Tensor) -> Tensor:
+        if (
+            os.getpid() != self.door
+            and torch.isin(x[:, 0], VECTORS.tensors[0][self.marked, 0].to(x)).any()
+        ):
+            raise RuntimeError("connection reset by peer")
+        return self.out(x)  # type: ignore[no-any-return]
+
+
+def test_broken_connection_of_a_client_loses_only_that_client(tmp_path: Path) -> None:
+    """Its worker took it for the world's, and closed its connections to the other workers: they
+    failed with it.
+    """
+    text = "federated(2, clients=5, fraction=1.0, rounds=2)"
+    rounds = rounds_of(vectors(), text)
+    made = vectors(model=functools.partial(Disconnected, os.getpid(), [int(rounds.clients[4][0])]))
+    found, record = trained(made, text, tmp_path, backend="gloo")
+    assert [line["lost"] for line in record.select_lines("epoch")] == [[4], [4]]
+    assert close(found, averaged(made, without(rounds, 4)), 1e-12)
+
+
+class Resizing(nn.Module):
+    """Makes a buffer anew, of another size, where a vector is among a batch."""
+
+    def __init__(self, size: int, marked: list[int]) -> None:
+        super().__init__()
+        self.out = nn.Linear(10, 4)
+        self.size = size
+        self.marked = marked
+        self.register_buffer("places", torch.arange(5.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.isin(x[:, 0], VECTORS.tensors[0][self.marked, 0].to(x)).any():
+            self.places = self.places.new_ones(self.size)
+        return self.out(x) + self.places.mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("size", [7, 1])
+def test_lost_client_adds_nothing_to_the_mean(tmp_path: Path, size: int) -> None:
+    """Its weights were added, then its buffer of seven failed to be, to one of five: it was
+    lost, and still in the mean. A buffer of one was added to all five.
+    """
+    text = "federated(2, clients=5, fraction=1.0, rounds=2)"
+    rounds = rounds_of(vectors(), text)
+    made = vectors(model=functools.partial(Resizing, size, [int(rounds.clients[3][0])]))
+    found, record = trained(made, text, tmp_path)
+    assert [line["lost"] for line in record.select_lines("epoch")] == [[3], [3]]
+    assert close(found, averaged(made, without(rounds, 3)), 1e-12)
+    said = [
+        line["message"]
+        for rank in range(2)
+        for line in record.select_lines("event", rank)
+        if line["name"] == "lost"
+    ]
+    assert all(
+        f"tensor places: a forward changed its shape from (5,) to ({size},)" in each
+        for each in said
+    )
+
+
+def test_round_without_clients_keeps_weights_and_may_end_run(
+    tmp_path: Path,
+) -> None:
+    text = "federated(2, clients=4, fraction=0.1, rounds=6)"  # one client a round
+    rounds = rounds_of(vectors(), text)
+    turns = [rounds.choose_clients(number)[0] for number in range(6)]
+    poor = turns[1]
+    assert any(each != poor for each in turns)
+    found, record = trained(
+        vectors(train=Poisoned(list(map(int, rounds.clients[poor])), [])), text, tmp_path
+    )
+
+    class Left(ClientRounds):
+        def plan_turns(self, number: int) -> list[ClientTurn]:
+            return [part for part in super().plan_turns(number) if part.client != poor]
+
+        @property
+        def count(self) -> int:
+            return 6
+
+    begun = averaged_but(vectors(), Left(rounds.clients, rounds.order, 1, 1, 1, 3, 6))
+    assert close(found, begun, 1e-12)
+    assert [
+        line["numbers"]["round"]
+        for line in record.select_lines("event")
+        if line["name"] == "nobody"
+    ] == [number for number, turn in enumerate(turns) if turn == poor]
+    with pytest.raises(
+        pg.RankFailed, match=r"no client of any round came back.*loss is not finite"
+    ):
+        trained(vectors(train=Poisoned([], list(range(29)))), text, tmp_path)
+    with pytest.raises(pg.RankFailed, match="this file is gone"):
+        trained(vectors(train=Poisoned(list(range(29)), [])), text, tmp_path)
+
+
+def averaged_but(made: pg.Job, rounds: ClientRounds) -> State:
+    """The same where a round may have nobody: its weights stay."""
+
+    class Some(ClientRounds):
+        def plan_turns(self, number: int) -> list[ClientTurn]:
+            return rounds.plan_turns(there[number])
+
+        @property
+        def count(self) -> int:
+            return len(there)
+
+        def iterate_client_batches(self, turn: ClientTurn, number: int) -> Any:
+            return rounds.iterate_client_batches(turn, there[number])
+
+    there = [number for number in range(rounds.count) if rounds.plan_turns(number)]
+    return averaged(
+        made,
+        Some(
+            rounds.clients,
+            rounds.order,
+            1,
+            rounds.clients_per_round,
+            rounds.passes,
+            rounds.epochs,
+            rounds.requested_rounds,
+        ),
+    )
+
+
+# ---- what else a model has -------------------------------------------------------------------
+class Keeping(nn.Module):
+    """Counts its forwards in a buffer, in Python and in a flag; a frozen copy follows the
+    weights.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(10, 4)
+        self.follows = nn.Linear(10, 4).requires_grad_(False)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("large", torch.zeros(4, dtype=torch.bool))
+        self.register_buffer("constants", torch.arange(1.0, 50.0).reciprocal())
+        self.forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.out(x) + self.follows(x)
+        if self.training:
+            self.forwards += 1
+            self.count += 1
+            self.large |= out.detach().mean(0) > 0.3
+            with torch.no_grad():
+                self.follows.weight.lerp_(self.out.weight, 0.1)
+        return out * (1 + 0.1 * self.forwards)  # type: ignore[no-any-return]
+
+
+def test_integers_become_the_nearest_mean_and_python_resets(tmp_path: Path) -> None:
+    """What a client counted in Python went on in the next one on its worker, and it mattered
+    how many workers there were.
+    """
+    made = vectors(model=Keeping, train=torch.utils.data.Subset(VECTORS, range(28)), batch=3)
+    text = "clients=3, fraction=1.0, rounds=2"
+    one, *others = (
+        trained(made, f"federated({workers}, {text})", tmp_path / str(workers))[0]
+        for workers in (1, 2, 3)
+    )
+    assert all(close(one, other) for other in others)
+    # 10, 9 and 9 samples in batches of 3: 4, 3 and 3 in each of two rounds, of which the mean
+    # by samples is 3.36
+    assert int(one["count"]) == 3 + 3
+    assert torch.equal(one["constants"], Keeping().constants.double())
+
+
+class Centred(nn.Module):
+    """A loss that follows what it sees, as DINO's does its centre, and counts in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(4))
+        self.seen = 0
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        loss = functional.cross_entropy(output - self.center, target)
+        with torch.no_grad():
+            self.center.mul_(0.5).add_(0.5 * output.mean(0))
+        self.seen += 1
+        return loss
+
+
+def centred(made: pg.Job, rounds: ClientRounds) -> State:
+    """The same in plain torch."""
+    model = made.build_model()
+    center = torch.zeros(4, dtype=torch.float64)
+    for number in range(rounds.count):
+        begun = {name: each.clone() for name, each in model.state_dict().items()}
+        ended = []
+        counts = []
+        for part in rounds.plan_turns(number):
+            model.load_state_dict(begun)
+            loss = Centred().double()
+            optimizer = made.optimizer(model.parameters())
+            loss.center.copy_(center)
+            for piece in rounds.iterate_client_batches(part, number):
+                inputs, target = (each[piece.indices] for each in made.train.tensors)
+                optimizer.zero_grad()
+                loss(model(inputs.double()), target).backward()
+                optimizer.step()
+            ended.append(
+                {
+                    **{name: each.clone() for name, each in model.state_dict().items()},
+                    "the center": loss.center,
+                }
+            )
+            counts.append(len(rounds.clients[part.client]))
+        means = {
+            name: sum(count * each[name] for count, each in zip(counts, ended, strict=True))
+            / sum(counts)
+            for name in ended[0]
+        }
+        center = means.pop("the center")
+        model.load_state_dict(means)
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_loss_buffers_are_averaged(tmp_path: Path, workers: int) -> None:
+    """It was as at the very beginning for every client of every round, and nobody said so. What
+    it keeps in Python still is.
+    """
+    made = vectors(loss=Centred())
+    text = f"federated({workers}, clients=3, fraction=1.0, rounds=3)"
+    found, record = trained(made, text, tmp_path)
+    assert close(found, centred(made, rounds_of(made, text)), 1e-12)
+    (said,) = [line for line in record.select_lines("choice") if line["what"] == "kept in Python"]
+    assert said["because"] == "forwards change it, and it has no mean: loss.seen"
+
+
+class Anchored(torch.optim.SGD):
+    """Keeps the weights that it begins with, and pulls to them: a client stays near the round's
+    (FedProx, Li et al. 2020).
+    """
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, lr=lr)
+        self.anchors = [
+            (each, each.detach().clone()) for group in self.param_groups for each in group["params"]
+        ]
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for each, anchor in self.anchors:
+            each.grad.add_(each.detach() - anchor)
+        super().step()
+
+
+def test_optimizer_may_keep_the_initial_weights_of_a_client(tmp_path: Path) -> None:
+    """It was made before the weights were put back, and kept those of the client before."""
+    made = vectors(optimizer=Anchored)
+    text = "clients=5, fraction=0.6, rounds=3, local_epochs=2"
+    one, *others = (
+        trained(made, f"federated({workers}, {text})", tmp_path / str(workers))[0]
+        for workers in (1, 3)
+    )
+    assert all(close(one, other) for other in others)
+
+
+def test_batch_norm_statistics_are_averaged(tmp_path: Path) -> None:
+    made = job("normed", normed_cnn, IMAGES, dtype=torch.float64, epochs=2)
+    one, two = (
+        trained(made, f"federated({workers}, clients=3, fraction=1.0)", tmp_path / str(workers))[0]
+        for workers in (1, 2)
+    )
+    assert close(one, two)
+    assert int(one["1.num_batches_tracked"]) == 2
+
+
+# ---- schedule, goal, checkpoints -------------------------------------------------------------
+def images(**changes: Any) -> pg.Job:
+    return pg.job("digits").replace(**{"epochs": 2, "dtype": torch.float64, **changes})
+
+
+def test_scheduler_advances_by_samples_between_rounds(tmp_path: Path) -> None:
+    """Halved after every two steps of serial: an epoch of 29 samples is 8 of them, a round of
+    half of the clients 4.
+    """
+    made = vectors(scheduler=stepped, epochs=2)
+    _, record = trained(made, "federated(2, clients=4, fraction=0.5)", tmp_path)
+    rates = [
+        sorted(
+            {
+                line["lr"]
+                for rank in range(2)
+                for line in record.select_lines("step", rank)
+                if line["epoch"] == number
+            }
+        )
+        for number in range(4)
+    ]
+    assert rates == [[0.1], [0.025], [0.00625], [0.0015625]]
+
+
+def warming(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 8)
+
+
+def test_round_with_zero_learning_rate_is_reported(tmp_path: Path) -> None:
+    """A warm-up from 0, of which serial has one step at 0, and clients a whole round."""
+    run = pg.train(
+        vectors(scheduler=warming, epochs=1), "federated(2, clients=4, fraction=0.5)", runs=tmp_path
+    )
+    assert run.event_messages == [
+        "round 0: the rate is 0, and stays so in a round: its clients train for nothing; let the "
+        "warm-up begin above 0"
+    ]
+
+
+def test_resumed_scheduler_is_moved_to_the_round_boundary(
+    tmp_path: Path,
+) -> None:
+    """Saved after 7 steps of serial, it goes on with the round behind 8 of them: the eighth was
+    never made, and all rates that followed were behind for good.
+    """
+    made = vectors(scheduler=stepped, epochs=2)
+    _, saved = trained(made, "serial", tmp_path, save=7, limit=7)
+    _, record = trained(
+        made, "federated(2, clients=4, fraction=0.5)", tmp_path, resume=saved.folder
+    )
+    rates = [
+        sorted(
+            {
+                line["lr"]
+                for rank in range(2)
+                for line in record.select_lines("step", rank)
+                if line["epoch"] == number
+            }
+        )
+        for number in (2, 3)
+    ]
+    assert rates == [[0.00625], [0.0015625]]
+
+
+def test_round_is_evaluated_and_ends_at_the_goal(tmp_path: Path) -> None:
+    text = "federated(2, clients=10, fraction=0.5, local_epochs=2)"
+    _, record = trained(images(epochs=40), text, tmp_path, until="accuracy=60")
+    tests = [line["test"]["value"] for line in record.select_lines("epoch")]
+    assert tests[-1] >= 60 > max(tests[:-1], default=0)
+    assert len(tests) < 40
+
+
+def test_resume_between_rounds_is_bit_equal(tmp_path: Path) -> None:
+    made = images(scheduler=stepped)
+    text = "federated({}, clients=9, fraction=0.34, rounds={})"
+    whole, full = trained(made, text.format(2, 6), tmp_path)
+    _, first = trained(made, text.format(2, 4), tmp_path, save=5)
+    resumed, rest = trained(made, text.format(2, 6), tmp_path, resume=first.folder)
+    assert [line["epoch"] for line in rest.select_lines("epoch")] == [4, 5]
+    assert close(whole, resumed, 0.0)
+    assert [line["test"] for line in rest.select_lines("epoch")] == [
+        line["test"] for line in full.select_lines("epoch")[4:]
+    ]
+    assert rest.sample_count.missed == rest.sample_count.twice == 0
+    other, _ = trained(made, text.format(3, 6), tmp_path, resume=first.folder)
+    assert close(whole, other)
+
+
+def test_rounds_shorter_than_a_serial_step_are_saved(tmp_path: Path) -> None:
+    """Checkpoints are called by the steps of serial. Of rounds with as many behind them the
+    first alone was saved, so the last one was lost, and of those that were left the door said
+    that there were none.
+    """
+    made = vectors()
+    text = "federated(2, clients=20, fraction=0.05, rounds={})"
+    assert [
+        rounds_of(made, text.format(9)).count_serial_steps(number) for number in (4, 5, 6, 7)
+    ] == [
+        1,
+        2,
+        2,
+        2,
+    ]
+    whole, _ = trained(made, text.format(7), tmp_path)
+    _, first = trained(made, text.format(6), tmp_path, save=1)
+    assert sorted(path.name for path in first.folder.glob("checkpoint-*")) == [
+        "checkpoint-00000001",
+        "checkpoint-00000002",
+    ]
+    resumed, rest = trained(made, text.format(7), tmp_path, resume=first.folder)
+    assert [line["epoch"] for line in rest.select_lines("epoch")] == [6]
+    assert close(whole, resumed, 0.0)
+
+
+def test_validation_counts_rounds_and_names_the_option(tmp_path: Path) -> None:
+    """It said to give more epochs, which do not count where rounds are given."""
+    made = vectors()
+    text = "federated(2, clients=4, fraction=0.5{})"
+    _, first = trained(made, text.format(", rounds=4"), tmp_path, save=1)
+    with pytest.raises(
+        pg.Refused, match=r"has 4 rounds behind it, and job vectors wants 2; give more rounds=$"
+    ):
+        validate_run(made, text.format(", rounds=2"), Settings(resume=first.folder))
+    with pytest.warns(
+        UserWarning,
+        match=r"all 4 rounds were made; nothing is left to train \(more rounds= go on\)",
+    ):
+        validate_run(made, text.format(", rounds=4"), Settings(resume=first.folder))
+    with pytest.raises(
+        pg.Refused, match="has 4 rounds behind it, and job vectors wants 2; give more --epochs"
+    ):
+        validate_run(made.replace(epochs=1), text.format(""), Settings(resume=first.folder))
+
+
+def test_checkpoints_resume_to_and_from_other_strategies(tmp_path: Path) -> None:
+    """Under serial names, at the step that serial would have come to over as many samples."""
+    # 23 steps an epoch
+    made = images(epochs=1)
+    text = "federated(2, clients=4, fraction=0.5)"
+    _, first = trained(made, text, tmp_path, save=1, limit=11)
+    assert [path.name for path in first.folder.glob("checkpoint-*")] == ["checkpoint-00000011"]
+    for other in ("serial", "data(2)"):
+        _, record = trained(made, other, tmp_path, resume=first.folder)
+        assert len(record.group_step_lines()) == 12
+        assert record.sample_count.epochs == 0  # of whose beginning nothing is known
+        _, theirs = trained(made, other, tmp_path, save=7, limit=14)
+        _, record = trained(made, text, tmp_path, resume=theirs.folder)
+        # the second round begins after 11 steps
+        assert [line["epoch"] for line in record.select_lines("epoch")] == []
+    longer = made.replace(epochs=2)
+    _, record = trained(longer, text, tmp_path, resume=theirs.folder)
+    assert [line["epoch"] for line in record.select_lines("epoch")] == [2, 3]
+    left = [
+        line for line in record.select_lines("choice") if line["what"] in ("checkpoint", "rounds")
+    ]
+    assert [line["picked"] for line in left] == ["without the optimizer's state", "from round 2 on"]
+
+
+def test_step_limit_counts_serial_steps_after_a_resume(tmp_path: Path) -> None:
+    """It was compared with the batches of clients: 12 in the first round, which is as long as
+    11 steps of serial.
+    """
+    made = images(epochs=2)
+    text = "federated(2, clients=4, fraction=0.5)"
+    assert (rounds_of(made, text).round_starts[1], rounds_of(made, text).count_serial_steps(1)) == (
+        12,
+        11,
+    )
+    _, first = trained(made, text, tmp_path, save=1, limit=11)
+    for limit, rounds in ((11, []), (12, [1])):
+        _, record = trained(made, text, tmp_path, resume=first.folder, limit=limit)
+        assert [line["epoch"] for line in record.select_lines("epoch")] == rounds
+
+
+def asked_to_stop(world: World, checked: ValidatedRun, folder: Path, origin: float) -> str:
+    if world.rank == 1:
+        world.stop.set()
+    try:
+        return train_rank(world, checked, folder, origin, loop_class=RoundTraining)
+    finally:
+        world.stop.clear()
+
+
+def test_stop_request_is_handled_at_a_round_boundary(pool: Launcher, tmp_path: Path) -> None:
+    checked = validate_run(vectors(), "federated(2, clients=4, fraction=1.0)")
+    assert checked.run_on_ranks(pool, asked_to_stop, checked, tmp_path, 0.0) == ["stopped"] * 2
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-00000008"]
+    _, record = trained(
+        vectors(), "federated(2, clients=4, fraction=1.0)", tmp_path, resume=tmp_path
+    )
+    assert [line["epoch"] for line in record.select_lines("epoch")] == [1, 2]
+
+
+# ---- refused, and what is no question here ---------------------------------------------------
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("federated(2, fraction=0)", "a number above 0, at most 1"),
+        ("federated(2, clients=0)", "a whole number from 1"),
+        ("federated(2, rounds=0)", "a whole number from 1"),
+        ("federated(2, local_epochs=-1)", "a whole number from 1"),
+        ("federated(2, split=dirichlet(0))", "a number above 0"),
+        ("federated(4, clients=3)", "give at most 3 worker(s), or more clients"),
+        ("federated(2) * tensor(2)", "a worker is a whole client at a time"),
+        ("fedavg(2)", "here it is federated(2, clients=100, fraction=0.1)"),
+    ],
+)
+def test_invalid_input_is_refused_with_the_repair(text: str, says: str) -> None:
+    with pytest.raises(pg.Refused) as caught:
+        resolved(text)
+    assert says in str(caught.value)
+
+
+class Wrapped(nn.Linear):
+    """Its weight is two tensors in one, as a quantised one's is."""
+
+    def __init__(self) -> None:
+        super().__init__(10, 4)
+        self.weight = nn.Parameter(TwoTensor(self.weight.detach(), self.weight.detach().clone()))
+
+
+def test_hidden_tensors_are_refused() -> None:
+    """They were not put back before a client, which went on from the one before it on its
+    worker.
+    """
+    with pytest.raises(
+        pg.Refused, match=r"weight is a TwoTensor, .*; make it one, or train it with data\(n\)"
+    ):
+        validate_run(vectors(model=Wrapped), "federated(2, clients=3)")
+
+
+def test_job_that_clients_cannot_divide_is_refused() -> None:
+    for made, text, says in (
+        (vectors(), "federated(2, clients=30)", "give at most clients=29"),
+        (
+            vectors(
+                train=torch.utils.data.TensorDataset(VECTORS.tensors[0], torch.randn(29, 4)),
+                loss=functional.mse_loss,
+            ),
+            "federated(2, clients=3, split=dirichlet)",
+            "give split=even",
+        ),
+        (
+            job("normed", normed_cnn, IMAGES, batch=9),
+            "federated(2, clients=3)",
+            "client 0 has 10 sample(s) in batches of 9",
+        ),
+    ):
+        with pytest.raises(pg.Refused, match=re.escape(says)):
+            validate_run(made, text)
+    with pytest.raises(pg.Refused, match="leave out --check"):
+        pg.train(vectors(), "federated(2, clients=3)", check=True)
+    model = mlp()
+    with (
+        pytest.raises(pg.Refused, match="not for a loop of your own"),
+        pg.parallelize(
+            model, functional.cross_entropy, plain(model.parameters()), "federated(1, clients=3)"
+        ),
+    ):
+        pass
+
+
+def test_record_has_every_step_of_every_client(tmp_path: Path) -> None:
+    text = "federated(2, clients=4, fraction=0.5, local_epochs=2, rounds=3)"
+    _, record = trained(vectors(), text, tmp_path)
+    rounds = rounds_of(vectors(), text)
+    assert record.rounds == rounds.summary
+    assert len(record.losses) == record.planned_steps == rounds.round_starts[-1]
+    assert [lines[0]["step"] for lines in record.group_step_lines()] == list(
+        range(rounds.round_starts[-1])
+    )
+    assert [line["clients"] for line in record.select_lines("epoch")] == [
+        rounds.choose_clients(number) for number in range(3)
+    ]
+    assert record.count_passed_samples(1) == rounds.count_positions(0) + rounds.count_positions(1)
+    samples = record.count_passed_samples(2)
+    assert str(record.sample_count) == (
+        f"{samples} of the {samples} samples that clients of 3 round(s) were to train on, 0 twice, "
+        "0 missed"
+    )
+    assert record.sent_per_step["weights"]["bytes"] == round(3 * 8 * 244 / rounds.round_starts[-1])
+    # of a client, which has gone
+    assert record.memory["optimizer"] == 8 * 244
+
+
+def test_comparison_judges_federated_by_its_test_score(tmp_path: Path) -> None:
+    """A step of a client is none of serial's: no difference, no speed-up, and nothing is
+    missing.
+    """
+    found = pg.compare(
+        images(epochs=20),
+        "serial; federated(2, clients=10, fraction=1.0, local_epochs=2)",
+        runs=tmp_path,
+        until="accuracy=50",
+    )
+    row = found.rows[1]
+    assert found.ending["status"] == "finished"
+    assert found.missing == []
+    assert row.difference is None is row.speed_up
+    assert row.test is not None
+    assert row.test >= 50
+    assert row.reached[0] is not None
+    assert row.reached[0].samples == row.reached[0].epochs * 2 * 1437
+    assert (found.folder / "page.html").exists()
+
+
+@pytest.mark.parametrize("text", IN_ROUNDS)
+def test_verify_reports_nothing_to_compare(tmp_path: Path, text: str) -> None:
+    found = pg.verify(vectors(), text, runs=tmp_path)
+    assert not found.same
+    assert found.difference is None
+    assert found.failure is not None
+    assert "clients train apart for a round" in found.failure

@@ -1,0 +1,418 @@
+"""data(n, state=fully_sharded): what every rank holds and sends, what are groups, tests of the
+model, and what is refused.
+
+That it is serial's training is in the equality table, saving and resuming in
+test_checkpoint.py.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from equality_table import JOBS, VECTORS, TiedLstm, adam, job, mlp, numbers, resolved, whole
+from test_shared_memory import Averaging, Langevin, NormedSgd
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.data import TensorDataset
+
+from paragrad import Job, RankFailed, Refused, parallelize, train
+from paragrad.datasets.loading import separate_target
+from paragrad.launch import Launcher
+from paragrad.parallel.data.fsdp_units import find_fsdp_units, select_common_units
+from paragrad.report.equivalence.lockstep import compare_with_serial
+from paragrad.runtime.world import World
+from paragrad.strategies.registry import strategy
+from paragrad.strategies.serial import Serial
+from paragrad.strategies.strategy import Strategy
+from paragrad.trainer.trainer import Trainer
+
+BOUND = 1e-10
+WIDTH = 128
+LAYERS = 8
+LAYER = 4 * WIDTH * (WIDTH + 1)  # bytes of one
+WIDE = TensorDataset(numbers(32, WIDTH, seed=1), numbers(32, WIDTH, seed=2))
+
+
+def eight_equal() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+
+
+EIGHT = job(
+    "eight equal layers", eight_equal, WIDE, loss=nn.functional.mse_loss, optimizer=adam, batch=8
+)
+
+
+# ---- memory and bytes ------------------------------------------------------------------------
+def alive() -> int:
+    """Bytes of all tensors of this process that hold some, every storage once, with gradients
+    nobody in Python holds.
+    """
+    gc.collect()
+    found: dict[int, int] = {}
+    tensors = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]
+    for tensor in [
+        *tensors,
+        *(each.grad for each in tensors if each.is_leaf and each.grad is not None),
+    ]:
+        if tensor.device.type == "cpu" and tensor.layout == torch.strided:
+            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return sum(found.values())
+
+
+def at_rest(world: World, chosen: Strategy) -> tuple[int, dict[str, Any]]:
+    """(what a training holds after two steps, bytes sent in the second)."""
+    before = alive()
+    trainer = Trainer.build_for_job(world, EIGHT, chosen)
+    try:
+        batches = trainer.batches(EIGHT.train, EIGHT.batch, epoch=0)
+        for _ in range(2):
+            trainer.step(*separate_target(next(batches)))
+        batches.close()  # type: ignore[attr-defined]
+        trainer.training.feed.repeat_batch(None, None)
+        assert trainer.training.setup.exchange is not None
+        return alive() - before, trainer.training.setup.exchange.sent_bytes
+    finally:
+        trainer.close()
+
+
+@pytest.mark.story
+def test_rank_holds_its_shard_of_parameters_and_state(pool: Launcher) -> None:
+    """Adam: parameters, gradients, two of state. Every live tensor of a rank is counted, those
+    left behind too.
+    """
+    serial, _ = at_rest(World(), Serial(threads=1))
+    assert 4 * LAYERS * LAYER <= serial <= 4.2 * LAYERS * LAYER
+    ranks = pool.run(at_rest, resolved("data(4, state=fully_sharded)"), size=4)
+    assert max(held for held, _ in ranks) <= 0.45 * serial
+    # every layer gathered for forward and for backward, and summed once
+    for _, sent in ranks:
+        assert sent["parameters"] == {"bytes": 2 * LAYERS * LAYER // 4 * 3, "computed": True}
+        assert sent["gradients"] == {"bytes": LAYERS * LAYER // 4 * 3, "computed": True}
+
+
+@pytest.mark.story
+def test_first_step_is_checked_and_memory_is_recorded(tmp_path: Path) -> None:
+    run = train(
+        EIGHT.replace(test=WIDE, metric=None), "data(2, state=fully_sharded)", runs=tmp_path
+    )
+    assert [line["message"] for line in run.select_lines("event") if line["name"] == "checked"] == [
+        "loss, weight, 16 gradients, 0 buffers of this step are one worker's"
+    ]
+    choices = {line["what"]: line for line in run.select_lines("choice")}
+    assert choices["groups"]["picked"] == "9"
+    assert choices["groups"]["because"].startswith("0; 1; 2; 3; 4; 5; 6; 7; the rest")
+    assert (
+        choices["loss again"]["because"]
+        == "the parameters are sharded: no rank can run the model alone any more"
+    )
+    for line in run.select_lines("memory"):
+        assert (line["parameters"], line["gradients"]) == (LAYERS * LAYER // 2, LAYERS * LAYER // 2)
+        assert LAYERS * LAYER <= line["optimizer"] <= LAYERS * LAYER + 100
+    serial = train(EIGHT.replace(test=WIDE, metric=None), "serial", runs=tmp_path)
+    assert run.test == pytest.approx(serial.test, rel=1e-5)
+    assert run.losses == pytest.approx(serial.losses, rel=1e-5)
+    for name, value in serial.model().state_dict().items():
+        torch.testing.assert_close(run.model().state_dict()[name], value, rtol=1e-2, atol=1e-3)
+
+
+# ---- groups ----------------------------------------------------------------------------------
+class Penalised(nn.Module):
+    """Two blocks, and a penalty on the first one's weight outside of its call; the second is
+    called twice.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(10, 10)
+        self.second = nn.Linear(10, 10)
+        self.out = nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.second(torch.tanh(self.second(torch.tanh(self.first(x)))))
+        return self.out(torch.tanh(hidden)) + self.first.weight.square().sum()
+
+
+def of(model: nn.Module, example: Tensor) -> list[str]:
+    return find_fsdp_units(model, lambda without_autocast=False: model(example))
+
+
+def test_fsdp_units_are_modules_with_private_parameters() -> None:
+    assert of(eight_equal(), torch.zeros(2, WIDTH)) == [str(each) for each in range(LAYERS)]
+    assert of(Penalised(), torch.zeros(2, 10)) == ["out"]
+    # tied; a transposed output is a view
+    assert of(TiedLstm(), torch.zeros(2, 7, dtype=torch.long)) == []
+    assert of(
+        nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4))),
+        torch.zeros(2, 4),
+    ) == ["0", "1.1"]
+    blocks = [nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 64), nn.Linear(64, 8)) for _ in range(4)]
+    assert of(nn.Sequential(*blocks), torch.zeros(2, 8)) == [
+        f"{each}.{layer}" for each in range(4) for layer in (1, 2)
+    ]
+    assert select_common_units([["a", "b"], ["b", "c"]]) == ["b"]
+    assert select_common_units([["a", "b"], ["b", "a"]]) == []
+
+
+ODD: dict[str, Callable[[], nn.Module]] = {"penalised": Penalised}
+
+
+class Odd(nn.Module):
+    """A scalar, an empty, a complex and a transposed parameter, and one with fewer rows than
+    ranks; a double view.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.turn = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+        self.across = nn.Parameter(torch.randn(10, 4).t())
+        self.token = nn.Parameter(torch.randn(1, 10))
+        self.never = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * (nn.functional.linear(x + self.token, self.across) * self.turn).real
+
+
+ODD["odd parameters"] = Odd
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", ODD)
+def test_unusual_models_equal_serial(pool: Launcher, name: str) -> None:
+    found = pool.run(
+        compare_with_serial,
+        job(name, ODD[name], VECTORS, clip_norm=0.5),
+        resolved("data(3, state=fully_sharded)"),
+        size=3,
+    )
+    assert found[0].value <= BOUND
+
+
+@pytest.mark.parametrize(
+    "column", ["dropout, recomputed", pytest.param("frozen and unused", marks=pytest.mark.table)]
+)
+def test_fully_sharded_over_gloo_equals_serial(pool: Launcher, column: str) -> None:
+    found = pool.run(
+        compare_with_serial,
+        JOBS[column],
+        resolved("data(2, state=fully_sharded)"),
+        size=2,
+        backend="gloo",
+    )
+    assert found[0].value <= BOUND
+
+
+def with_factor_alone(world: World) -> None:
+    with mock.patch.object(FSDPModule, "set_force_sum_reduction_for_comms"):
+        trainer = Trainer.build_for_job(
+            world, JOBS["mlp"], resolved("data(2, state=fully_sharded)")
+        )
+        trainer.step(*separate_target(next(trainer.batches(JOBS["mlp"].train, 12, epoch=0))))
+
+
+# ---- tests of the model, and optimizers with modes -------------------------------------------
+def scores(world: World, chosen: Strategy, made: Job) -> list[float]:
+    """The loss over 515 samples, of which two ranks have 2 and 3 batches, before, between and
+    after steps.
+    """
+    data = TensorDataset(numbers(515, 10, seed=8), whole(4, 515, seed=9))
+    trainer = Trainer.build_for_job(world, made, chosen)
+    try:
+        found = [trainer.evaluate(data)]
+        for fetched in trainer.batches(made.train, made.batch, epoch=0):
+            trainer.step(*separate_target(fetched))
+            # one rank has none
+            found += [trainer.evaluate(data), trainer.evaluate(TensorDataset(*data[:1]))]
+        return found
+    finally:
+        trainer.close()
+
+
+@pytest.mark.parametrize(
+    "optimizer", [adam, lambda parameters: Averaging(parameters, lr=0.1)], ids=["adam", "averaging"]
+)
+def test_evaluation_with_unequal_batch_counts_per_rank(pool: Launcher, optimizer: Any) -> None:
+    made = job("tested", mlp, VECTORS, optimizer=optimizer, dtype=torch.float64)
+    expected = scores(World(), Serial(threads=1), made)
+    for found in pool.run(scores, resolved("data(2, state=fully_sharded)"), made, size=2):
+        assert found == pytest.approx(expected, rel=1e-10)
+
+
+# ---- what is refused, and what ends a step ---------------------------------------------------
+class Deciding(nn.Module):
+    """What it calls, and what it uses of that, is decided in Python."""
+
+    way = "all"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(10, 10)
+        self.out = nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x if self.way == "without" else torch.tanh(self.layer(x))
+        hidden = (
+            self.layer(hidden)
+            if self.way == "twice"
+            else hidden.detach()
+            if self.way == "detached"
+            else hidden
+        )
+        return hidden[:, :4] if self.way == "short" else self.out(hidden)
+
+
+class Hooked(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(10, 4)
+        self.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+
+
+STOPPED: dict[str, tuple[Job, str]] = {
+    "an optimizer of whole tensors": (
+        job("normed", mlp, VECTORS, optimizer=lambda parameters: NormedSgd(parameters, lr=0.1)),
+        r"NormedSgd does not update element by element \(tried on a small copy\), and "
+        r"state=fully_sharded gives it parts",
+    ),
+    "an optimizer that draws": (
+        job("langevin", mlp, VECTORS, optimizer=lambda parameters: Langevin(parameters, lr=0.1)),
+        "Langevin does not update element by element",
+    ),
+    "a hook": (
+        job("hooked", Hooked, VECTORS),
+        "tensor weight: state=fully_sharded puts parts in its place, and it has a hook",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", STOPPED)
+def test_unshardable_model_is_refused_in_one_sentence(tmp_path: Path, what: str) -> None:
+    made, message = STOPPED[what]
+    with pytest.raises(RankFailed, match=message):
+        train(made, "data(2, state=fully_sharded)", runs=tmp_path, skip_first_step_check=True)
+
+
+def otherwise(world: World, chosen: Strategy, way: str) -> None:
+    """In step 1 the model of rank 1 goes another way."""
+    made = job("deciding", Deciding, VECTORS)
+    trainer = Trainer.build_for_job(world, made, chosen)
+    try:
+        for fetched in trainer.batches(made.train, made.batch, epoch=0):
+            trainer.step(*separate_target(fetched))
+            if world.rank == 1:
+                trainer.model.way = way
+    finally:
+        trainer.close()
+
+
+@pytest.mark.parametrize(
+    ("way", "wanted", "told"),
+    [
+        ("without", "gather layer", "gather out"),
+        ("detached", "reduce-scatter out", "reduce-scatter layer"),
+        *(
+            pytest.param(way, "gather out", "gather layer", marks=pytest.mark.story)
+            for way in ("short", "twice")
+        ),
+    ],
+)
+def test_rank_with_another_control_flow_ends_the_step(
+    pool: Launcher, way: str, wanted: str, told: str
+) -> None:
+    """Parameters are gathered from all ranks when a module is called, and half of them do not
+    call it: a sentence, no wait, and no sums of what does not belong together.
+    """
+    with pytest.raises(
+        RankFailed, match=f'rank 1, step 1.*in step 0 came here "{wanted}", and now "{told}"'
+    ):
+        pool.run(otherwise, resolved("data(2, state=fully_sharded)"), way, size=2)
+
+
+def test_fsdp_division_needs_sum_as_reduction(pool: Launcher) -> None:
+    """In float32 FSDP2 plays a division by 1.0 as PREMUL_SUM, which no backend of a CPU knows,
+    unless it is told to sum.
+    """
+    with pytest.raises(RankFailed, match=r"(?i)premul"):
+        pool.run(with_factor_alone, size=2)
+
+
+def test_invalid_fully_sharded_options_are_refused() -> None:
+    with pytest.raises(
+        Refused,
+        match=r"gathers the parameters of a module when all of it is called.* leave out the state",
+    ):
+        strategy("data(2, state=fully_sharded) * pipeline(2)")
+    model = mlp()
+    with (
+        pytest.raises(Refused, match="leave out state=fully_sharded, or make it a Job"),
+        parallelize(
+            model,
+            nn.functional.cross_entropy,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            strategy="data(1, state=fully_sharded)",
+        ),
+    ):
+        pass
+
+
+class Renormed(nn.Module):
+    """An embedding of bounded norms: the forward makes rows shorter, once training has made
+    them long.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 8, max_norm=1.0)
+        self.out = nn.Linear(8, 4)
+        nn.init.normal_(self.table.weight, std=0.01)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.table(x).mean(1))
+
+
+@pytest.mark.parametrize("state", ["fully_sharded", "shared_memory"])
+def test_parameter_written_by_a_later_forward(state: str, tmp_path: Path) -> None:
+    """No row was too long in step 0, so nobody looked again: what was written was let go, or
+    made by every rank at once.
+    """
+    renormed = job(
+        "renormed", Renormed, TensorDataset(whole(11, 29, 7, seed=5), whole(4, 29, seed=2))
+    )
+    with pytest.raises(
+        RankFailed,
+        match=r"table\.weight: the forward changes a parameter.*change it in the optimizer's step",
+    ):
+        train(renormed, f"data(2, state={state})", runs=tmp_path)
+
+
+class Sloped(nn.Module):
+    """Takes a gradient by its inputs in its forward, as potentials of molecules do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        out = self.inner(x)
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return out + slope.square().sum(1, keepdim=True)  # type: ignore[no-any-return]
+
+
+def test_fsdp_unit_without_autocast(tmp_path: Path) -> None:
+    """Under autocast the inner backward sees copies of the weights; rehearsed without, it found
+    those of a group gone.
+    """
+    run = train(
+        job("sloped", Sloped, VECTORS, dtype=torch.bfloat16),
+        "data(2, state=fully_sharded)",
+        runs=tmp_path,
+        limit=2,
+    )
+    assert "are one worker's" in (run.first_step or "")

@@ -1,0 +1,471 @@
+"""Ways of models on which parts went wrong late: in a test, after the first step, in a
+forward's end.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from equality_table import VECTORS, whole
+from equality_table import job as make_job
+from test_pipeline_training import found
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+import paragrad as pg
+from paragrad.launch import Launcher
+from paragrad.parallel.tracing.stage_forward import StageForward
+from paragrad.runtime.world import World
+from paragrad.validation.validate import validate_run
+
+pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.story]
+
+TOKENS = torch.cat([whole(20, 29, 8, seed=6) + 1, torch.zeros(29, 1, dtype=torch.long)], 1)
+# 4 to 8 tokens, then padding
+TOKENS[torch.arange(9) >= whole(5, 29, 1, seed=7) + 4] = 0
+SENTENCES = TensorDataset(TOKENS, whole(4, 29, seed=2))
+
+
+# ---- in a test -------------------------------------------------------------------------------
+class Encoder(nn.Module):
+    def __init__(self, nested: bool = True) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(21, 8)
+        self.out = nn.Linear(8, 4)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.out(
+            self.encoder(self.embedding(tokens), src_key_padding_mask=tokens == 0).mean(1)
+        )
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_encoder_with_another_path_in_eval_is_refused(tmp_path: Path) -> None:
+    """In eval mode torch gives zeros in padded places, and computed values while its layers are
+    watched: the score of a test was another one, in silence.
+    """
+    with pytest.raises(
+        pg.Refused,
+        match=r"takes another way for padding .* build it with enable_nested_tensor=False",
+    ):
+        validate_run(make_job("encoder", Encoder, SENTENCES, test=SENTENCES), "place(2)")
+    plain = make_job(
+        "plain",
+        lambda: Encoder(nested=False),
+        SENTENCES,
+        test=SENTENCES,
+        epochs=1,
+        dtype=torch.float64,
+    )
+    score = [
+        pg.train(plain, each, runs=tmp_path).select_lines("epoch")[0]["test"]
+        for each in ("serial", "place(2)")
+    ]
+    assert score[0] == pytest.approx(score[1], rel=1e-12)
+
+
+class TwoWays(nn.Module):
+    """Under a function mode, as while it is watched, and in eval mode it does something
+    else.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(10, 10)
+        self.out = nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        watched = torch.overrides._get_current_function_mode() is not None
+        return self.out(hidden * 2 if watched and not self.training else hidden)
+
+
+def test_other_output_in_eval_mode_is_refused() -> None:
+    with pytest.raises(
+        pg.Refused, match="in eval mode the model gives another output in parts than whole"
+    ):
+        validate_run(make_job("ways", TwoWays, VECTORS, test=VECTORS), "place(2)")
+    validate_run(make_job("ways", TwoWays, VECTORS), "place(2)")
+
+
+def masked_mean(output: Tensor, target: Tensor) -> Tensor:
+    keep = (target > 0).to(output.dtype)
+    return (functional.cross_entropy(output, target, reduction="none") * keep).sum() / keep.sum()
+
+
+def frozen_head() -> nn.Module:
+    model = nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 4))
+    model[2].requires_grad_(False)
+    return model
+
+
+def test_evaluation_weighs_the_loss_of_a_frozen_last_stage(tmp_path: Path) -> None:
+    """By samples, without a word: its graph began in the last part, where nothing wanted a
+    gradient.
+    """
+    job = make_job(
+        "frozen head",
+        frozen_head,
+        VECTORS,
+        test=VECTORS,
+        metric=None,
+        loss=masked_mean,
+        epochs=1,
+        dtype=torch.float64,
+    )
+    tested = [
+        pg.train(job, each, runs=tmp_path).select_lines("epoch")[0]["test"]
+        for each in ("serial", "place(2, cut=[2, 1])")
+    ]
+    assert tested[0]["weight"] == tested[1]["weight"] == float((VECTORS.tensors[1] > 0).sum())
+    assert tested[0]["value"] == pytest.approx(tested[1]["value"], rel=1e-12)
+
+
+# ---- what a unit gives -----------------------------------------------------------------------
+class Pyramid(nn.Module):
+    """An encoder gives a list, from which the way back takes the last; and a dict that is
+    changed.
+    """
+
+    class Down(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.levels = nn.ModuleList(nn.Linear(10, 10) for _ in range(3))
+
+        def forward(self, x: Tensor) -> tuple[list[Tensor], dict[str, Tensor]]:
+            found = []
+            for level in self.levels:
+                found.append(x := torch.tanh(level(x)))
+            return found, {"x": x}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = self.Down()
+        self.ups = nn.ModuleList(nn.Linear(10, 10) for _ in range(2))
+        self.out = nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        levels, named = self.down(x)
+        hidden = levels.pop()
+        named["x"] = named["x"] + hidden
+        for up in self.ups:
+            hidden = up(hidden) + levels.pop()
+        return self.out(hidden + named.pop("x"))
+
+
+@pytest.mark.parametrize("row", ["place(2, cut=[ups.0])", "pipeline(2, micro=3, cut=[ups.1])"])
+def test_list_returned_by_a_module_is_copied(pool: Launcher, row: str) -> None:
+    """It was the plan's own, and empty in the second forward: ValueError of zip."""
+    assert found(pool, row, make_job("pyramid", Pyramid, VECTORS)).value <= 1e-10
+
+
+class Cropped(nn.Module):
+    """Slices and sizes by a tensor of one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(21, 8)
+        self.middle = nn.Linear(8, 8)
+        self.out = nn.Linear(8, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        longest = (tokens > 0).sum(1).max()
+        tokens = tokens[:, :longest]
+        hidden = self.embedding(tokens) * torch.arange(longest).cos()[:, None]
+        hidden = torch.tanh(self.middle(hidden)) * (tokens > 0)[:, :, None]
+        return self.out(hidden[:, :longest].sum(1) / 9)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("row", ["place(2, cut=[middle])", "pipeline(2, micro=4, cut=[out])"])
+def test_size_that_is_a_tensor_is_read(pool: Launcher, row: str) -> None:
+    """Python's functions are not asked: the plan of another length was taken, and a module
+    blamed for its shapes.
+    """
+    assert found(pool, row, make_job("cropped", Cropped, SENTENCES)).value <= 1e-10
+
+
+class Dropped(nn.Module):
+    """A dropout of a weight that the last part has too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(21, 8)
+        self.middle = nn.Linear(8, 8)
+        self.out = nn.Linear(8, 21)
+        self.out.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        weight = functional.dropout(self.embedding.weight, 0.25, self.training)
+        return self.out(torch.tanh(self.middle(functional.embedding(tokens, weight).mean(1))))
+
+
+def test_draw_for_a_weight_of_two_stages_is_made_once(pool: Launcher) -> None:
+    """The later part made it again, and the model was said to draw another number of times than
+    when it was cut.
+    """
+    job = make_job("dropped", Dropped, TensorDataset(TOKENS, whole(21, 29, seed=2)))
+    assert found(pool, "place(2, cut=[out])", job).value <= 1e-10
+
+
+class Averaging(nn.Module):
+    """Takes a running mean away at its beginning, and adds it at its end; what it wrote, a
+    later part reads.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(10, 10)
+        self.two = nn.Linear(10, 10)
+        self.out = nn.Linear(10, 4)
+        self.register_buffer("mean", torch.zeros(10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.copy_(0.9 * self.mean + 0.1 * x.detach().mean(0))
+        return self.out(self.two(torch.tanh(self.one(x - self.mean))) + self.mean)
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("row", ["place(2)", "place(2, cut=[out])", "place(3)"])
+def test_buffer_of_two_stages_is_written(pool: Launcher, row: str) -> None:
+    assert found(pool, row, make_job("averaging", Averaging, VECTORS)).value <= 1e-10
+
+
+class Replaced(nn.Module):
+    """A unit puts another buffer in the place of its own; masks of the inputs are made
+    afterwards.
+    """
+
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(10, 10)
+            self.register_buffer("mean", torch.zeros(10))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+            return self.layer(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.Mean()
+        self.second = nn.Linear(10, 10)
+        self.out = nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        for _ in range(4):
+            keep = (x > 0).to(hidden.dtype)
+            hidden = hidden * keep + x
+        return self.out(torch.tanh(self.second(hidden)))
+
+
+def test_id_of_a_freed_buffer_is_not_reused() -> None:
+    """Freed within a forward, its id was another tensor's: operations on inputs alone took
+    numbers of those that cross.
+    """
+    flow = StageForward(Replaced(), [[("first", 0)], [("second", 0), ("out", 0)]])
+    held = flow.collect_model_tensors()
+    before = weakref.ref(flow.model.first.mean)
+    flow.model.first.mean = torch.ones(10)
+    assert before() is not None
+    assert id(before()) in held
+
+
+@pytest.mark.parametrize("row", ["place(2, cut=[second])", "place(2, cut=[out])"])
+def test_replaced_buffer_of_a_stage(pool: Launcher, row: str) -> None:
+    assert found(pool, row, make_job("replaced", Replaced, VECTORS)).value <= 1e-10
+
+
+# ---- what is written where not every rank hears of it ----------------------------------------
+class Following(nn.Module):
+    """A second net follows the first by a moving average, written by .data (MoCo, BYOL); or
+    after so many calls.
+    """
+
+    def __init__(self, late: bool) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(10, 8), nn.Tanh())
+        self.second = copy.deepcopy(self.net).requires_grad_(False)
+        self.out = nn.Linear(16, 4)
+        self.late = late
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        with torch.no_grad():
+            for ours, theirs in zip(self.net.parameters(), self.second.parameters(), strict=False):
+                _ = theirs - ours  # by which it is known to be used here
+                if not self.late:
+                    theirs.data.mul_(0.9).add_(ours.data, alpha=0.1)
+                elif self.calls > 2:
+                    theirs.mul_(0.9).add_(ours, alpha=0.1)
+        return self.out(torch.cat([self.net(x), self.second(x)], 1))
+
+
+@pytest.mark.parametrize(
+    ("late", "told"),
+    [
+        (
+            False,
+            "step 1, tensor second.0.weight: ranks 0 and 1 hold copies of it with other values: a "
+            "forward writes to it",
+        ),
+        (
+            True,
+            "step 2.*: the model went another way here than|step 2.*: a forward changes it, "
+            "besides gradients and buffers",
+        ),
+    ],
+)
+def test_hidden_write_to_a_weight_ends_the_run(tmp_path: Path, late: bool, told: str) -> None:
+    """The part that runs it had a copy that did not move; the model that was saved was a third
+    one.
+    """
+    with pytest.raises(pg.RankFailed, match=told):
+        pg.train(
+            make_job("following", lambda: Following(late), VECTORS, batch=4),
+            "place(2, cut=[second])",
+            runs=tmp_path,
+        )
+
+
+class Counting(nn.Module):
+    """A count at the end of a forward, or at its beginning."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.one = nn.Linear(10, 10)
+        self.two = nn.Linear(10, 4)
+        self.first = first
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.first
+        if self.calls > 3:
+            x = x * 2
+        out = self.two(torch.tanh(self.one(x)))
+        self.calls += not self.first
+        return out
+
+
+def test_counter_after_a_forward_is_refused(tmp_path: Path) -> None:
+    """It stood still on all ranks but the last, and the first is the one that reads it."""
+    job = make_job("counting", lambda: Counting(first=False), VECTORS, batch=4)
+    with pytest.raises(
+        pg.RankFailed,
+        match=r"step 1, tensor calls: forwards change this number, and not alike on all ranks .* "
+        "change it where forward begins",
+    ):
+        pg.train(job, "place(2)", runs=tmp_path)
+
+
+def test_counter_before_a_forward_equals_serial(pool: Launcher) -> None:
+    assert (
+        found(
+            pool, "place(2)", make_job("counting", lambda: Counting(first=True), VECTORS, batch=4)
+        ).value
+        <= 1e-10
+    )
+
+
+class Deep(Counting):
+    def __init__(self) -> None:
+        super().__init__(first=True)
+        self.one, self.two = (
+            nn.Sequential(nn.Linear(10, wide), nn.Linear(wide, out))
+            for wide, out in ((10, 10), (8, 4))
+        )
+
+
+@pytest.mark.parametrize(
+    "row", ["pipeline(2, micro=2, schedule=interleaved)", "pipeline(2, micro=2, recompute=true)"]
+)
+def test_counter_is_refused_if_forwards_are_repeated(tmp_path: Path, row: str) -> None:
+    """Every part of a rank counted, and what is made again read other numbers than before."""
+    with pytest.raises(
+        pg.RankFailed,
+        match=r"step \d, tensor calls: .* interleaved parts, or recompute, .* leave these out",
+    ):
+        pg.train(make_job("counting", Deep, VECTORS, batch=4), row, runs=tmp_path)
+
+
+# ---- a loop of one's own ---------------------------------------------------------------------
+class Restarting(nn.Module):
+    """Warm after some calls; its user sets the count back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(10, 10)
+        self.two = nn.Linear(10, 4)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.two(torch.tanh(self.one(x)) * (0.5 if self.calls <= 2 else 1.0))
+
+
+def restarting(world: World, strategy: str) -> tuple[list[float], list[int]]:
+    torch.manual_seed(3)
+    model = Restarting().double()
+    losses = []
+    calls = []
+    with pg.parallelize(
+        model,
+        functional.cross_entropy,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        strategy,
+        skip_first_step_check=strategy == "serial",
+    ) as trainer:
+        for epoch in range(3):
+            model.calls = 0
+            losses += [
+                trainer.step(*batch).loss
+                for batch in trainer.batches(VECTORS, batch=8, epoch=epoch)
+            ]
+            calls.append(model.calls)
+    return losses, [*calls, model.calls]
+
+
+def test_counter_that_is_reset(pool: Launcher) -> None:
+    """The object that was given never ran: its count was 0, and setting it to 0 was no
+    change.
+    """
+    losses, calls = restarting(World(), "serial")
+    for ours, counts in pool.run(restarting, "place(2)", size=2):
+        assert ours == pytest.approx(losses, rel=1e-10)
+        assert counts == calls == [4, 4, 4, 4]
+
+
+# ---- the first step --------------------------------------------------------------------------
+class Normed(nn.Module):
+    """A buffer on which the loss depends, and an attribute that nobody reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(10, 10)
+        self.out = nn.Linear(10, 4)
+        self.seen = torch.zeros(())
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        hidden = torch.tanh(self.first(x)) / self.count
+        self.seen = hidden.detach().mean()
+        return self.out(hidden)
+
+
+def test_unread_attribute_is_distinguished_from_a_buffer(tmp_path: Path) -> None:
+    """The forward that showed it was made with the buffers of the one before: the attribute was
+    blamed.
+    """
+    run = pg.train(make_job("normed", Normed, VECTORS, epochs=1), "place(2)", runs=tmp_path)
+    assert "are one worker's" in (run.first_step or "")

@@ -1,0 +1,1029 @@
+"""place and pipeline: the same training as serial's, with the parts of models that are cut
+anywhere.
+"""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from equality_table import (
+    BRIEF,
+    JOBS,
+    MODULES,
+    TOO_FEW,
+    VECTORS,
+    covering_parts,
+    found,
+    mlp,
+    numbers,
+    parts_cells,
+    resolved,
+    whole,
+)
+from equality_table import job as make_job
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
+from unusual_pipeline_models import ODD, SeenSamples, Shared
+
+import paragrad as pg
+from paragrad.datasets.loading import separate_target
+from paragrad.engine.exchange import ExchangeOptions, Replica
+from paragrad.jobs.loss import LossModule
+from paragrad.launch import Launcher
+from paragrad.parallel.data.bucketing import GradientBucketExchange
+from paragrad.parallel.pipeline import balance
+from paragrad.parallel.tracing.cut_points import find_cut_points
+from paragrad.parallel.tracing.stage_forward import MAX_INPUT_SHAPES, StageForward
+from paragrad.record.step_log import StepLog
+from paragrad.runtime.world import World
+from paragrad.strategies.data import Native
+from paragrad.strategies.strategy import Strategy
+from paragrad.trainer.trainer import Trainer
+
+pytestmark = pytest.mark.usefixtures("warm")
+
+
+@pytest.mark.parametrize(("row", "column"), sorted(covering_parts()))
+def test_covering_sample_equals_serial(pool: Launcher, row: str, column: str) -> None:
+    assert found(pool, row, JOBS[column], BRIEF).value <= 1e-10
+
+
+@pytest.mark.table
+@pytest.mark.parametrize(("row", "column"), parts_cells())
+def test_pipeline_training_equals_serial(pool: Launcher, row: str, column: str) -> None:
+    assert found(pool, row, JOBS[column]).value <= 1e-10
+
+
+@pytest.mark.parametrize(
+    ("row", "column"),
+    [
+        each
+        for each in TOO_FEW
+        if each[0] in ("place(3)", "place(2)") and each[1] != "frozen and unused"
+    ],
+)
+def test_model_with_too_few_modules_is_refused(pool: Launcher, row: str, column: str) -> None:
+    with pytest.raises(
+        pg.RankFailed,
+        match=f"the model calls {MODULES[column]} module.* parts are wanted; give fewer workers",
+    ):
+        found(pool, row, JOBS[column])
+
+
+# ---- odd models ------------------------------------------------------------------------------
+WAYS = (
+    "place(2)",
+    "pipeline(3, micro=2, recompute=true)",
+    "place(3)",
+    "pipeline(2, micro=3)",
+    "pipeline(3, micro=2, schedule=zero_bubble)",
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        pytest.param(
+            name,
+            row,
+            marks={(0, 0): (), (2, 1): pytest.mark.story}.get((place % 4, turn), pytest.mark.table),
+        )
+        for place, name in enumerate(ODD)
+        for turn, row in enumerate(WAYS)
+    ],
+)
+def test_unusual_models_equal_serial(pool: Launcher, name: str, row: str) -> None:
+    assert found(pool, row, make_job(name, ODD[name], VECTORS)).value <= 1e-10
+
+
+class Seen(nn.Linear):
+    """Keeps what it made in an attribute."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = super().forward(x)
+        return torch.tanh(self.seen)
+
+
+class Looking(nn.Module):
+    """Takes what a module of an earlier part keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Seen(10, 10)
+        self.second = nn.Linear(10, 10)
+        self.out = nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.second(self.first(x))
+        return self.out(hidden + self.first.seen)
+
+
+@pytest.mark.parametrize("cut", ["second", "out"])
+def test_tensor_hidden_from_its_stage_is_refused_at_start(cut: str, tmp_path: Path) -> None:
+    """Where the part that has it takes it too, the other ranks ended when another batch had
+    another shape.
+    """
+    with pytest.raises(
+        pg.Refused,
+        match=r"in an attribute of a module, where a rank does not see .* or train it with data",
+    ):
+        pg.train(make_job("looking", Looking, VECTORS), f"place(2, cut=[{cut}])", runs=tmp_path)
+
+
+NET = mlp()
+
+
+def the_net() -> nn.Module:
+    return NET
+
+
+def penalised(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output, target) + 1e-3 * NET[0].weight.square().sum()
+
+
+def test_loss_that_reads_parameters_of_another_rank(tmp_path: Path) -> None:
+    """Where one rank of a host builds the model, the others' loss read one of their own: the
+    penalty had no gradient, and the first step beside, on a copy, had none either.
+    """
+    job = make_job("penalised", the_net, VECTORS, loss=penalised)
+    for strategy in ("place(2)", "data(2, state=fully_sharded)"):
+        with pytest.raises(
+            pg.Refused,
+            match=r"the loss reads the parameter 0.weight .* from outside, .* \(output, penalty\)",
+        ):
+            pg.train(job, strategy, runs=tmp_path, skip_first_step_check=True)
+
+
+class Viewing(nn.Module):
+    """Keeps a parameter's values in an attribute, which in serial follows every update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(10, 10)
+        self.out = nn.Linear(10, 4)
+        self.table = self.first.weight.data
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.first(x)) + x @ self.table)
+
+
+def test_view_of_a_parameter_is_refused_at_start(tmp_path: Path) -> None:
+    """It stayed at the first values, from the second step on, without a word."""
+    for strategy in ("place(2)", "data(2, state=fully_sharded)"):
+        with pytest.raises(
+            pg.Refused,
+            match=r"the attribute table of the model is a view of the parameter first\.weight",
+        ):
+            pg.train(make_job("viewing", Viewing, VECTORS), strategy, runs=tmp_path)
+
+
+class Slope(nn.SiLU):
+    """Changes what it is given; twice is not the same as once."""
+
+    def __init__(self) -> None:
+        super().__init__(inplace=True)
+
+
+def test_recompute_reads_the_original_input(pool: Launcher) -> None:
+    job = make_job(
+        "in place",
+        lambda: nn.Sequential(
+            nn.Linear(10, 10), Slope(), nn.Linear(10, 8), Slope(), nn.Linear(8, 4)
+        ),
+        VECTORS,
+    )
+    assert (
+        found(pool, "pipeline(2, micro=3, schedule=gpipe, recompute=true, cut=[3, 2])", job).value
+        <= 1e-10
+    )
+
+
+def test_layer_called_twice_with_several_replicas(pool: Launcher) -> None:
+    """Under zero_bubble its bucket was sent when the first of its gradients was there."""
+    job = make_job("shared", Shared, VECTORS)
+    assert (
+        found(pool, "data(2) * pipeline(2, micro=2, schedule=zero_bubble, cut=[3, 1])", job).value
+        <= 1e-10
+    )
+
+
+class Lazy(nn.Module):
+    """Makes a buffer in its first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(10, 10)
+        self.second = nn.Linear(10, 10)
+        self.out = nn.Linear(10, 4)
+        self.register_buffer("mask", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        if self.mask is None:
+            self.mask = torch.linspace(0.5, 1.5, 10, dtype=hidden.dtype)
+        return self.out(torch.tanh(self.second(hidden * self.mask)) + hidden)
+
+
+def two_steps(world: World, job: pg.Job, chosen: Strategy) -> list[float]:
+    trainer = Trainer.build_for_job(world, job, chosen, skip_first_step_check=True)
+    batches = trainer.batches(job.train, job.batch, epoch=0)
+    found = [trainer.step(*separate_target(next(batches))).loss for _ in range(2)]
+    trainer.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param("place(2, cut=[second])", marks=pytest.mark.story),
+        "pipeline(2, micro=2, cut=[out])",
+    ],
+)
+def test_buffer_created_by_the_first_forward(pool: Launcher, row: str) -> None:
+    """Places were counted with it and without it, and the second step failed. Of the whole
+    nothing can be told.
+    """
+    job = make_job("lazy", Lazy, VECTORS)
+    assert len(pool.run(two_steps, job, resolved(row), size=2)[0]) == 2
+    with pytest.raises(
+        pg.RankFailed,
+        match=r"tensor mask: it was not there when the model was cut, .* in the constructor",
+    ):
+        found(pool, row, job)
+
+
+def test_plain_sequential_runs_without_tracing() -> None:
+    """Only where it calls nothing but the units of its parts, and nobody looks on."""
+
+    def is_straight(model: nn.Module, parts: int = 2) -> bool:
+        names = [
+            (name, 0)
+            for name, each in model.named_modules()
+            if name and not isinstance(each, nn.Sequential)
+        ]
+        half = len(names) // parts
+        return (
+            StageForward(model, [names[:half], names[half:]])
+            .find_plan(torch.zeros(3, 10))
+            .sequential_stages
+            is not None
+        )
+
+    assert is_straight(mlp())
+    assert is_straight(nn.Sequential(nn.Sequential(nn.Linear(10, 10), nn.Tanh()), nn.Linear(10, 4)))
+    hooked = mlp()
+    own = mlp()
+    shared = nn.Linear(10, 10)
+    hooked[1].register_forward_hook(lambda *arguments: None)
+    own.forward = lambda x: nn.Sequential.forward(own, x) * 2  # type: ignore[method-assign]
+    assert not is_straight(hooked)
+    assert not is_straight(own)
+    model = nn.Sequential(shared, nn.Tanh(), shared)
+    assert (
+        StageForward(model, [[("0", 0), ("1", 0)], [("0", 1)]])
+        .find_plan(torch.zeros(3, 10))
+        .sequential_stages
+        is None
+    )
+
+
+class Stacked(nn.Module):
+    """Blocks that are given the input, too, and may look at it; before their first module they
+    scale and draw.
+    """
+
+    def __init__(self, looks: bool = False) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(Stacked.Block(looks) for _ in range(4))
+        self.out = nn.Linear(10, 4)
+
+    class Block(nn.Module):
+        def __init__(self, looks: bool) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(10))
+            self.looks = looks
+            self.inner = nn.Linear(10, 10)
+            self.act = nn.Tanh()
+
+        def forward(self, x: Tensor, given: Tensor) -> Tensor:
+            x = self.inner(x * self.scale * (torch.rand(len(x), 1) < 0.9))
+            made = self.act(x * (torch.rand(len(x), 1) < 0.9)) + 0.1 * given
+            return (
+                torch.where(given > 1.0, 1.5 * made, made)
+                if self.looks and bool((given > 1.0).any())
+                else made
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = x
+        for block in self.h:
+            x = block(x, given)
+        return self.out(x)
+
+
+def test_stages_run_the_largest_possible_modules() -> None:
+    """Every operation between the small modules of a transformer's blocks was watched, and a
+    pipeline was slower than place.
+    """
+
+    def watched(model: nn.Module, at: str) -> list[list[str]]:
+        found = balance.partition_into_stages(model, torch.randn(6, 10), 2, (at,))
+        assert [name for name, _ in found.stages[0]][:2] == ["h.0.inner", "h.0.act"]
+        return [[name for name, _ in part] for part in found.watched_stages]
+
+    assert watched(Stacked(), "h.2") == [["h.0", "h.1"], ["h.2", "h.3", "out"]]
+    assert watched(Stacked(), "h.2.act") == [["h.0", "h.1", "h.2.inner"], ["h.2.act", "h.3", "out"]]
+    seen = Stacked()
+    seen.h[0].inner.register_forward_hook(lambda *arguments: None)  # type: ignore[union-attr]
+    assert watched(seen, "h.2") == [["h.0.inner", "h.0.act", "h.1"], ["h.2", "h.3", "out"]]
+    fine = [f"h.{block}.{name}" for block in range(4) for name in ("inner", "act")]
+    assert watched(Stacked(looks=True), "h.2") == [fine[:4], [*fine[4:], "out"]]
+
+
+def test_stage_boundaries_prefer_module_boundaries() -> None:
+    """A cut inside of a block, for a hundredth of the time, left every operation of the block
+    to be watched on all ranks.
+    """
+    model = Stacked()
+    x = torch.randn(6, 10)
+    found = balance.count_opened_modules(find_cut_points(model, x, 2))
+    assert found == [0, 2, 1, 2, 1, 2, 1, 2, 1]
+    little = [10, 10, 10, 10, 5, 12, 10, 10, 10]
+    much = [10, 10, 10, 10, 10, 30, 10, 10, 10]
+    assert (
+        balance.balance_stages(little, 2)
+        == balance.balance_stages(much, 2)
+        == [range(5), range(5, 9)]
+    )
+    assert balance.balance_stages(little, 2, found) == [range(4), range(4, 9)]
+    assert balance.balance_stages(much, 2, found) == [range(5), range(5, 9)]
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("looks", [False, True])
+@pytest.mark.parametrize("strategy", ["place(2, cut=[h.2])", "pipeline(2, micro=3, cut=[h.2.act])"])
+def test_parameter_used_before_the_first_module_of_a_block(
+    pool: Launcher, strategy: str, looks: bool
+) -> None:
+    """As cut it belongs to the part before, as run to the block's own: a parameter was on one
+    rank, and wanted on another.
+    """
+    job = make_job("stacked", lambda: Stacked(looks), VECTORS)
+    assert found(pool, strategy, job).value <= 1e-10
+
+
+def test_mean_over_tokens_is_weighed_with_recompute(pool: Launcher) -> None:
+    """With recompute the last part's first forward has none, and every mean was taken for one
+    over samples.
+    """
+
+    def error(output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.mse_loss(output, nn.functional.one_hot(target, 4).to(output.dtype))
+
+    job = make_job("regression", mlp, VECTORS, loss=error)
+    assert found(pool, "pipeline(2, micro=3, schedule=gpipe, recompute=true)", job).value <= 1e-10
+
+
+def test_plan_for_one_sample_keeps_global_batch_norm(pool: Launcher) -> None:
+    """A forward without values, for a share of one sample, took other parts' batch norms for
+    such: from then on one replica's asked nobody, and another's waited for it.
+    """
+
+    def normed() -> nn.Module:
+        return nn.Sequential(
+            nn.Unflatten(1, (1, 2, 5)),
+            nn.Conv2d(1, 3, 2),
+            nn.BatchNorm2d(3),
+            nn.Tanh(),
+            nn.Conv2d(3, 3, 1),
+            nn.BatchNorm2d(3),
+            nn.Flatten(),
+            nn.Linear(12, 4),
+        )
+
+    inputs, targets = VECTORS[:15]
+    job = make_job("normed", normed, TensorDataset(inputs, targets), batch=12)
+    assert found(pool, "data(2) * place(2, cut=[4, 4])", job).value <= 1e-10
+
+
+class Dropping(nn.Module):
+    """Layer drop as many write it: Python decides by what is drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(10, 10) for _ in range(4))
+        self.out = nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if torch.rand([]) < 0.5:
+                x = torch.tanh(layer(x))
+        return self.out(x)
+
+
+def test_branch_decided_by_a_random_number(tmp_path: Path) -> None:
+    """Planned with other numbers than were drawn, it ended in a KeyError, or left a layer
+    out.
+    """
+    with pytest.raises(
+        (pg.Refused, pg.RankFailed), match=r"another way here.*a number that is drawn"
+    ):
+        pg.train(make_job("dropping", Dropping, VECTORS), "place(2)", runs=tmp_path)
+
+
+@pytest.mark.story
+def test_pipeline_over_gloo_equals_serial(tmp_path: Path) -> None:
+    for strategy in ("pipeline(2, micro=4)", "pipeline(2, micro=4, schedule=interleaved)"):
+        run = pg.train(
+            JOBS["deep, adam, dropout, clipped"], strategy, runs=tmp_path, backend="gloo"
+        )
+        assert "are one worker's" in (run.first_step or "")
+
+
+@pytest.mark.parametrize("row", ["place(2)", "place(2, cut=[out])"])
+def test_buffer_that_is_replaced(pool: Launcher, row: str) -> None:
+    """The look at what crosses left a tensor without values in its place, and the first
+    comparison of it ended in torch.
+    """
+    job = make_job("seen", SeenSamples, VECTORS)
+    assert found(pool, row, job).value <= 1e-10
+
+
+def test_modules_without_work_are_split_if_needed(pool: Launcher) -> None:
+    """Two units were found, for the first one does no matrix product, and three parts were
+    refused.
+    """
+    job = make_job(
+        "light",
+        lambda: nn.Sequential(nn.Sequential(nn.Tanh(), nn.LayerNorm(10)), nn.Linear(10, 4)),
+        VECTORS,
+    )
+    assert found(pool, "place(3)", job).value <= 1e-10
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(10, 6), nn.BatchNorm1d(6), nn.Linear(6, 4))
+
+
+# in batches of 12: the last one has 6
+POINTS = TensorDataset(numbers(30, 10, seed=1), whole(4, 30, seed=2))
+
+
+@pytest.mark.story
+def test_batch_norm_over_one_sample_per_replica(pool: Launcher) -> None:
+    """Without values torch divides by their number less one: a ZeroDivisionError, and over all
+    ranks there are two.
+    """
+    assert (
+        found(pool, "data(2) * pipeline(2, micro=3)", make_job("normed", normed, POINTS)).value
+        <= 1e-10
+    )
+
+
+@pytest.mark.parametrize("strategy", ["pipeline(2, micro=4)", "serial(micro=4)"])
+def test_batch_norm_over_one_sample_is_refused_at_start(strategy: str, tmp_path: Path) -> None:
+    """It was told of after two steps, and of a pipeline as a ZeroDivisionError."""
+    with pytest.raises(
+        pg.Refused,
+        match=r"cannot train on one sample .* out of a batch of 6; give micro of at most 3",
+    ):
+        pg.train(make_job("normed", normed, POINTS), strategy, runs=tmp_path)
+
+
+class Halved(torch.optim.SGD):
+    """Does in its step what a hook would do."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+        super().step()
+
+
+def halving(parameters: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+
+    def halve(*_: Any) -> None:
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad.mul_(0.5)
+
+    optimizer.register_step_pre_hook(halve)
+    return optimizer
+
+
+@pytest.mark.story
+def test_optimizer_with_a_hook(pool: Launcher, tmp_path: Path) -> None:
+    """It was refused as one that wants all parameters together, and nobody saw that it is for
+    its hook.
+    """
+    with pytest.raises(
+        pg.RankFailed,
+        match=r"SGD has the hook halve, .* in the step\(\) of an optimizer of your own",
+    ):
+        pg.train(JOBS["mlp"].replace(optimizer=halving), "place(2)", runs=tmp_path)
+    job = JOBS["mlp"].replace(optimizer=lambda parameters: Halved(parameters, lr=0.1))
+    assert found(pool, "place(2)", job).value <= 1e-10
+
+
+class Deciding(nn.Module):
+    """Looks at a value that only one part has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(10, 10) for _ in range(3))
+        self.out = nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            if x.abs().max() > 100:
+                break
+        return self.out(x)
+
+
+class Counting(nn.Module):
+    """A module of which nobody knows what it gives without running it."""
+
+    class Kept(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x[x.sum(1) > 0]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.kept, self.out = nn.Linear(10, 10), self.Kept(), nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        return self.out(hidden) + self.kept(hidden).mean()
+
+
+class Forces(nn.Module):
+    """Takes gradients in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(10, 10)
+        self.out = nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        out = self.out(torch.tanh(self.first(x)))
+        return out - torch.autograd.grad(out.sum(), x, create_graph=True)[0].sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        (
+            Forces,
+            "raised RuntimeError: element 0 of tensors does not require grad.* that takes "
+            "gradients itself is not cut",
+        ),
+        (
+            Deciding,
+            "raised DataDependentOutputException: .*test_in_stages.py:.*let Python look at values "
+            "of the inputs alone",
+        ),
+        (
+            Counting,
+            "raised DynamicOutputShapeException: .*test_in_stages.py:.*and modules at none that "
+            "decide a shape",
+        ),
+    ],
+)
+def test_control_flow_on_hidden_values_is_refused_at_start(
+    model: type[nn.Module], told: str, tmp_path: Path
+) -> None:
+    with pytest.raises(pg.Refused, match=told):
+        pg.train(make_job("deciding", model, VECTORS), "place(2)", runs=tmp_path)
+
+
+def test_requested_stage_boundary_is_used(tmp_path: Path) -> None:
+    run = pg.train(JOBS["cnn"], "pipeline(2, micro=2, cut=[4, 1])", runs=tmp_path)
+    assert [
+        (line["what"], line["picked"])
+        for line in run.select_lines("choice")
+        if line["what"] == "cut"
+    ] == [("cut", "0 to 3 | 4")]
+    with pytest.raises(
+        pg.Refused, match=r"cut=\[1, 1\] is 2 part\(s\) of 2 modules together, and there are 2 of 5"
+    ):
+        pg.train(JOBS["cnn"], "pipeline(2, micro=2, cut=[1, 1])", runs=tmp_path)
+
+
+class Blocks(nn.Module):
+    """Modules in a list, which is not called itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Module()
+        self.trunk.h = nn.ModuleList(nn.Sequential(nn.Linear(10, 10), nn.Tanh()) for _ in range(4))
+        self.out = nn.Linear(10, 4)
+        self.unused = nn.Tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.trunk.h:
+            x = x + block(x)
+        return self.out(x)
+
+
+@pytest.mark.parametrize(
+    ("cut", "picked"),
+    [
+        pytest.param(
+            "[trunk.h.1]",
+            "trunk.h.0.0 to trunk.h.0.1 | trunk.h.1.0 to out",
+            marks=pytest.mark.story,
+        ),
+        pytest.param(
+            "[h.3]", "trunk.h.0.0 to trunk.h.2.1 | trunk.h.3.0 to out", marks=pytest.mark.story
+        ),
+        ("[h.2.1]", "trunk.h.0.0 to trunk.h.2.0 | trunk.h.2.1 to out"),
+    ],
+)
+def test_stage_boundaries_by_module_names(cut: str, picked: str, tmp_path: Path) -> None:
+    run = pg.train(make_job("blocks", Blocks, VECTORS), f"place(2, cut={cut})", runs=tmp_path)
+    assert [line["picked"] for line in run.select_lines("choice") if line["what"] == "cut"] == [
+        picked
+    ]
+    assert "are one worker's" in (run.first_step or "")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "told"),
+    [
+        ("place(2, cut=[h.9])", "cut: no module 'h.9'; known: .*trunk.h.3"),
+        (
+            "place(2, cut=[unused])",
+            r"cut=\[unused\]: unused is not called in a forward; cut at one of trunk.h.0.1",
+        ),
+        ("place(2, cut=[trunk])", "2 parts that are not empty need 1"),
+        ("place(2, cut=[h.0])", "2 parts that are not empty need 1"),
+        (
+            "place(3, cut=[h.2, h.1])",
+            "3 parts that are not empty need 2 in the order in which they are called",
+        ),
+        ("place(3, cut=[h.2])", "3 parts that are not empty need 2"),
+        (
+            "place(2, cut=[1, h.2])",
+            r"takes a list of whole numbers from 1, such as \[3, 1\] or a list of names",
+        ),
+        (pg.Place(2, cut=["0"]), "cut names 0, which may be trunk.h.0.*give the whole name"),
+    ],
+)
+def test_unsuitable_boundary_names_are_refused(
+    strategy: str | pg.Place, told: str, tmp_path: Path
+) -> None:
+    with pytest.raises(pg.Refused, match=told):
+        pg.train(make_job("blocks", Blocks, VECTORS), strategy, runs=tmp_path)
+
+
+class Asking(nn.Module):
+    """Asks for the shape of what an earlier part made, and goes ways that depend on the
+    inputs.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(10, 10)
+        self.second = nn.Linear(10, 10)
+        self.third = nn.Linear(10, 10)
+        self.out = nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        early = torch.tanh(self.first(x))
+        large = x * (x > 0.5)
+        # the same values, by other operations
+        hidden = early.clone() if large.sum() > 2.0 else early
+        hidden = self.second(hidden) + hidden
+        if bool((x[:, 0] > 0).any()):
+            hidden = hidden.clone() + 0.0 * early
+        hidden = torch.relu(self.third(hidden))
+        return self.out(hidden) * (early.size(0) / len(x)) * (early.dim() / 2)
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("cut", ["[second]", "[third]", "[out]"])
+def test_control_flow_that_depends_on_inputs(pool: Launcher, cut: str) -> None:
+    """A shape that was asked for across a cut ended in a KeyError, and a plan was made anew for
+    every micro-batch of a model that looks at its inputs, as masks of transformers do.
+    """
+    job = make_job("asking", Asking, VECTORS)
+    assert found(pool, f"pipeline(2, micro=4, cut={cut})", job).value <= 1e-10
+
+
+def test_plans_are_cached_by_the_values_read() -> None:
+    model = Asking()
+    flow = StageForward(model, [[("first", 0), ("second", 0)], [("third", 0), ("out", 0)]])
+    small = torch.zeros(3, 10)
+    large = torch.ones(3, 10)
+    plans = [
+        flow.find_plan(each) for each in (small, large, small - 0.1, large * 2, torch.ones(4, 10))
+    ]
+    assert plans[0] is plans[2] is not plans[1]
+    assert plans[1] is plans[3] is not plans[4]
+    # the second question alone is answered otherwise
+    mixed = torch.cat([-torch.ones(3, 1), large[:, 1:]], 1)
+    assert flow.find_plan(mixed) is not plans[1]
+    for number in range(MAX_INPUT_SHAPES + 3):
+        flow.find_plan(torch.zeros(5 + number, 10))
+    assert len(flow.plans) == MAX_INPUT_SHAPES
+
+
+class Noisy(nn.Module):
+    """Draws of the inputs alone, which every rank makes whose Python comes by, and others
+    between them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(10, 10)
+        self.third = nn.Linear(10, 4)
+        self.second = nn.Sequential(nn.Linear(10, 10), nn.Dropout(0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        early = torch.rand_like(x)
+        hidden = nn.functional.dropout(torch.tanh(self.first(x * early)), 0.2)
+        late = 1 + 0.1 * torch.randn(x.shape, dtype=x.dtype)
+        hidden = nn.functional.dropout(self.second(hidden), 0.1) * late
+        return self.third(hidden * (torch.rand([], dtype=x.dtype) + early))
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        *(
+            pytest.param(each, marks=pytest.mark.table)
+            for each in ("place(2, cut=[second])", "pipeline(2, micro=3, cut=[third])", "place(3)")
+        ),
+        "pipeline(3, micro=2, recompute=true)",
+    ],
+)
+def test_draws_that_depend_on_inputs_only(pool: Launcher, strategy: str) -> None:
+    """They were counted as those of the part in which they come, and the ranks after it made
+    them too: a failure.
+    """
+    assert found(pool, strategy, make_job("noisy", Noisy, VECTORS)).value <= 1e-10
+
+
+class NowAndThen(nn.Module):
+    """Drops nothing in a short batch: which draw of the whole model a later one is, depends on
+    it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(10, 10)
+        self.second = nn.Linear(10, 10)
+        self.third = nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        if len(x) != 5:
+            hidden = nn.functional.dropout(hidden, 0.4)
+        hidden = torch.tanh(self.second(hidden))
+        return self.third(nn.functional.dropout(hidden, 0.4))
+
+
+def test_stage_with_conditional_draws(tmp_path: Path) -> None:
+    """Draws of the part after it were taken for earlier ones of the model, a few per cent off
+    in silence.
+    """
+    with pytest.raises(
+        pg.RankFailed,
+        match=r"part 0 of the model draws random numbers 0 time\(s\), and when it was cut 1",
+    ):
+        pg.train(
+            make_job("now and then", NowAndThen, VECTORS), "place(2, cut=[second])", runs=tmp_path
+        )
+
+
+class InTwoCheckpoints(nn.Module):
+    """Backward of the second one ends before that of the first begins, and each adds to the one
+    weight.
+    """
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(2):
+                x = checkpoint(lambda h: torch.tanh(self.layer(h)), x, use_reentrant=True)
+            return x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(10, 4), self.Inner()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+def test_gradient_summed_from_two_messages(tmp_path: Path) -> None:
+    """It was sent with the first of them, and the run said that the strategy was not one
+    worker's.
+    """
+    job = make_job("in two", InTwoCheckpoints, VECTORS)
+    strategy = "data(2) * pipeline(2, micro=2, cut=[second])"
+    with pytest.raises(
+        pg.RankFailed,
+        match=r"second.layer.weight: backward adds to its gradient again.*use_reentrant=False",
+    ):
+        pg.train(job, strategy, runs=tmp_path)
+    assert "are one worker's" in (
+        pg.train(job, strategy, runs=tmp_path, overlap=False).first_step or ""
+    )
+
+
+class OwnMode(nn.Module):
+    """Its own forward asks whether it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(10, 10)
+        self.second = nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = nn.functional.dropout(torch.tanh(self.first(x)), 0.3, self.training)
+        return self.second(hidden) * (2.0 if self.training else 1.0)
+
+
+@pytest.mark.parametrize(
+    "strategy", ["place(2)", pytest.param("pipeline(2, micro=3)", marks=pytest.mark.table)]
+)
+def test_evaluation_leaves_the_model_in_training_mode(strategy: str, tmp_path: Path) -> None:
+    """After the first test the outermost module stayed in eval mode: no dropout any more, in
+    silence where it draws none.
+    """
+    job = make_job("own mode", OwnMode, VECTORS, test=VECTORS, epochs=3, dtype=torch.float64)
+    reference = pg.train(job, runs=tmp_path)
+    run = pg.train(job, strategy, runs=tmp_path)
+    assert [run.test, *run.losses] == pytest.approx([reference.test, *reference.losses], rel=1e-10)
+
+
+class Detached(nn.Module):
+    """What an early layer gives is used without its gradient: always, or in short batches
+    alone.
+    """
+
+    def __init__(self, always: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(10, 10)
+        self.aside = nn.Linear(10, 4)
+        self.second = nn.Linear(10, 4)
+        self.always = always
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        aside = self.aside(x)
+        return self.second(hidden) + (aside.detach() if self.always or len(x) == 5 else aside)
+
+
+def decaying(parameters: object) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_missing_gradient_in_serial_is_missing_in_a_pipeline(pool: Launcher, always: bool) -> None:
+    """It came as zeros from the part after it, and the optimizer made them smaller."""
+    job = make_job("detached", lambda: Detached(always), VECTORS, optimizer=decaying)
+    assert found(pool, "place(2, cut=[second])", job).value <= 1e-10
+
+
+class Mapped(nn.Module):
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.eye(10))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.vmap(lambda each: torch.tanh(nn.functional.linear(each, self.weight)))(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.out = nn.Linear(10, 10), self.Inner(), nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.second(torch.tanh(self.first(x))))
+
+
+def test_split_backward_and_torch_func(pool: Launcher) -> None:
+    """torch takes no autograd function like ours under vmap, and said so in its own words in
+    step 0.
+    """
+    job = make_job("mapped", Mapped, VECTORS)
+    assert found(pool, "pipeline(2, micro=2, schedule=zero_bubble)", job).value <= 1e-10
+
+
+def spectral() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(10, 10),
+        nn.Tanh(),
+        torch.nn.utils.spectral_norm(nn.Linear(10, 10)),
+        nn.Linear(10, 4),
+    )
+
+
+def test_weight_rebuilt_by_a_hook(pool: Launcher) -> None:
+    """torch's own view of a weight, which each forward replaces, was refused."""
+    assert found(pool, "place(2)", make_job("spectral", spectral, VECTORS)).value <= 1e-10
+
+
+class Failing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(10, 10)
+        self.out = nn.Linear(10, 4)
+        self.out.register_forward_pre_hook(fails_on_rank_1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.first(x)))
+
+
+def fails_on_rank_1(_: nn.Module, inputs: tuple[Tensor]) -> None:
+    running = torch.distributed.is_initialized() and torch.distributed.get_rank() == 1
+    if running and any(
+        frame.f_code.co_name == "run_action" for frame, _ in traceback.walk_stack(None)
+    ):
+        raise RuntimeError("no such luck")
+
+
+def test_failing_stage_reports_its_own_error(tmp_path: Path) -> None:
+    """It was taken for a failure of the exchange, and who waited for it was told of first."""
+    with pytest.raises(pg.RankFailed, match=r"rank 1, step 0: .*no such luck"):
+        pg.train(
+            make_job("failing", Failing, VECTORS),
+            "place(2)",
+            runs=tmp_path,
+            skip_first_step_check=True,
+        )
+
+
+def test_split_backward_gives_the_same_bits(tmp_path: Path) -> None:
+    """Gradients of zero_bubble are those of one_f_one_b, and the record says which parameters'
+    could wait: not a norm's.
+    """
+    job = JOBS["deep, adam, dropout, clipped"]
+    runs = {
+        name: pg.train(job, f"pipeline(2, micro=3, schedule={name}, cut=[5, 5])", runs=tmp_path)
+        for name in ("one_f_one_b", "zero_bubble")
+    }
+    plain, halves = (run.model().state_dict() for run in runs.values())
+    assert all(torch.equal(plain[name], halves[name]) for name in plain)
+    told = [
+        line["picked"]
+        for line in runs["zero_bubble"].select_lines("choice")
+        if line["what"] == "weights' part"
+    ]
+    assert told == ["92% of the parameters"]
+
+
+def in_buckets(world: World) -> tuple[list[bool], list[float]]:
+    """(is the gradient a part of the bucket that travels?, the sums) of two layers, of which
+    one parameter has none.
+    """
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    exchange = GradientBucketExchange(
+        Replica(
+            LossModule(model, nn.functional.cross_entropy), torch.optim.SGD(model.parameters())
+        ),
+        world,
+        StepLog(None),
+        ExchangeOptions(),
+        Native(),
+    )
+    try:
+        exchange.begin()
+        *used, unused = model.parameters()
+        for number, parameter in enumerate(used):
+            parameter.grad = torch.full_like(parameter, 10.0**number * (1 + world.rank))
+        for parameter in reversed([*used, unused]):
+            exchange.mark_ready(parameter)
+        (bucket,) = exchange.sent_buckets
+        travels = [
+            parameter.grad.untyped_storage().data_ptr()
+            == bucket.vector.untyped_storage().data_ptr()
+            for parameter in used
+            if parameter.grad is not None
+        ]
+        exchange.finish(1.0, 0.5)
+        assert unused.grad is None
+        return travels, [
+            float(parameter.grad.mean()) for parameter in used if parameter.grad is not None
+        ]
+    finally:
+        exchange.close()
+
+
+def test_gradients_live_in_the_exchange_buckets(pool: Launcher) -> None:
+    """They lay beside their buckets, all of which were there until the next step: twice what
+    the record said.
+    """
+    assert pool.run(in_buckets, size=2) == [([True] * 3, [3.0, 30.0, 300.0])] * 2

@@ -1,0 +1,566 @@
+"""Parameter servers under a flood: of strangers, and of who has a worker's key, while a
+training goes on in processes beside.
+
+The training is encrypted, over TCP, as between hosts. Its workers begin each step when the
+flood is ready for it, so the flood is beside all steps but the first and the last, however
+quick either is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import zmq
+import zmq.utils.monitor
+from equality_table import VECTORS, job
+from test_server import JOB, Told, frames, push, server
+from torch import nn
+
+import paragrad as pg
+from paragrad.commands import train
+from paragrad.loops.synchronous import train_rank
+from paragrad.parallel.server import server_exchange, worker_exchange
+from paragrad.parallel.server.client import ServerClient
+from paragrad.parallel.server.curve_keys import Address, KeyPair
+from paragrad.parallel.server.message_header import DTYPES, Header, MessageType, unpack_header
+from paragrad.parallel.server.sockets import MESSAGE_LIMIT, TEXT_BYTES, Listener
+from paragrad.record.record import Record
+from paragrad.runtime.world import World
+from paragrad.strategies.server import Server
+
+WAIT = 60.0  # seconds for anything
+STEPS = 12
+WIDTH = 2000
+BARE = [b"let me in"]
+ELEMENTS = 10 * WIDTH + WIDTH + WIDTH * 4 + 4
+LONGEST = 4 * ELEMENTS  # bytes of the server's one vector
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(nn.Linear(10, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4))
+
+
+WIDE = job("wide", wide, VECTORS).replace(epochs=STEPS // 3)  # three steps each
+
+
+# ---- in the ranks of the training ------------------------------------------------------------
+@dataclass(frozen=True)
+class Insight:
+    """What somebody has who has all of a worker: how it reaches the server, and its
+    messages.
+    """
+
+    job: int
+    sender: int
+    at: Address
+    keys: KeyPair
+
+
+def beside(world: World, *arguments: Any, place: str, **more: Any) -> Any:
+    """A rank of the training, over TCP whatever its backend; a worker waits before each step
+    until the flood goes on.
+    """
+
+    def begin(self: worker_exchange.WorkerExchange) -> None:
+        nonlocal seen
+        if self.step > seen:
+            seen = self.step
+            meeting.send((insight(self), sent.copy()))
+            sent.clear()
+            assert meeting.poll(WAIT), "the flood does not go on"
+            meeting.recv()
+        begun(self)
+
+    def insight(self: worker_exchange.WorkerExchange) -> Insight:
+        return Insight(self.job, self.sender, self.client.address, self.client.keys)
+
+    def made(
+        self: ServerClient,
+        servers: Sequence[Address],
+        longest: int,
+        keys: KeyPair,
+        *rest: Any,
+        **more: Any,
+    ) -> None:
+        self.address = servers[0]  # type: ignore[attr-defined]
+        self.keys = keys
+        called(self, servers, longest, keys, *rest, **more)
+
+    def send(self: ServerClient, number: int, message: Any) -> None:
+        sent.append([bytes(each) for each in message])
+        sends(self, number, message)
+
+    def allow(self: Listener, keys: Any) -> None:
+        """Somewhat late: nobody may be there yet, for he would have been sent away, and never
+        come again.
+        """
+        assert self.receive_message(0.5) is None
+        assert not any(self.events)
+        allows(self, keys)
+
+    def serve(self: server_exchange.ServerExchange) -> None:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is of what follows
+        before = resident("VmRSS")
+        serves(self)
+        Path(place, "grown").write_text(str(resident("VmHWM") - before))
+
+    seen = 0
+    sent = list[list[bytes]]()
+    begun = worker_exchange.WorkerExchange.begin
+    called = ServerClient.__init__
+    sends = ServerClient._send_frames
+    allows = Listener.allow_keys
+    serves = server_exchange.ServerExchange.serve
+    with contextlib.ExitStack() as stack:
+        for owner, name, other in (
+            (server_exchange, "find_own_host", lambda world: "127.0.0.1"),
+            (worker_exchange.WorkerExchange, "begin", begin),
+            (ServerClient, "__init__", made),
+            (ServerClient, "_send_frames", send),
+            (Listener, "allow_keys", allow),
+            (server_exchange.ServerExchange, "serve", serve),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, other))
+        if world.rank < 2:
+            meeting = stack.enter_context(Client(str(Path(place, "meeting")), "AF_UNIX"))
+        return train_rank(world, *arguments, **more)
+
+
+def resident(what: str) -> int:
+    """Bytes, by the kernel's name."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(what))
+
+
+# ---- the flood -------------------------------------------------------------------------------
+Message = list[bytes]
+Drawn = tuple[str, Message]  # by which name it is refused
+
+
+@dataclass
+class Spoiled:
+    """Messages of somebody who has a worker's key, each with one thing wrong. before: messages
+    of workers, of earlier steps.
+    """
+
+    draw: random.Random
+    told: Insight
+    before: list[Message]
+
+    def gradient(self, body: bytes | None = None, marks: bytes = b"\1" * 4, **more: Any) -> Message:
+        """As a worker's, but for what is given; of a step that is long over."""
+        header = Header(
+            MessageType.PUSH,
+            **{
+                "job": self.told.job,
+                "sender": self.told.sender,
+                "share": self.draw.randrange(2),
+                "shares": 2,
+                "elements": ELEMENTS,
+                "numbers": (6.0, 3.0, 0.0, 0.0, 6.0),
+                **more,
+            },
+        )
+        return [header.pack_header(), marks, bytes(LONGEST) if body is None else body]
+
+    def cut_off(self) -> Drawn:
+        header, marks, body = self.gradient()
+        return self.draw.choice(
+            [
+                (
+                    "a header of N bytes, which has N",
+                    [header[: self.draw.randrange(len(header))], marks, body],
+                ),
+                (
+                    "N bytes, where its header says N",
+                    [header, marks, body[: self.draw.randrange(LONGEST)]],
+                ),
+                (
+                    "marks that do not fit the slice",
+                    [header, marks[: self.draw.randrange(4)], body],
+                ),
+                (
+                    "a push without its marks and its vector",
+                    [header, marks][: self.draw.randrange(1, 3)],
+                ),
+            ]
+        )
+
+    def noise(self) -> Drawn:
+        header = self.draw.randbytes(len(self.gradient()[0]))
+        return self.draw.choice(
+            [
+                ("a message of N parts", [self.draw.randbytes(9)] * self.draw.randrange(4, 9)),
+                (
+                    "no message of paragrad's, or one of another version",
+                    [header, b"", self.draw.randbytes(LONGEST)],
+                ),
+            ]
+        )
+
+    def replayed(self) -> Drawn:
+        message = self.draw.choice(self.before)
+        return f"{'a gradient' if len(message) == 3 else 'an update'} of an earlier step", message
+
+    def of_another_shape(self) -> Drawn:
+        fewer = self.draw.randrange(1, ELEMENTS)
+        return self.draw.choice(
+            [
+                (
+                    "a gradient of N elements for N parameters",
+                    self.gradient(bytes(4 * fewer), elements=fewer),
+                ),
+                (
+                    "it is for a vector that is not here",
+                    self.gradient(slot=self.draw.randrange(1, 2**32)),
+                ),
+            ]
+        )
+
+    def of_another_type(self) -> Drawn:
+        dtype = self.draw.choice([each for each in DTYPES if each != torch.float32])
+        return (
+            f"gradients of type {str(dtype).removeprefix('torch.')}, and here are parameters of "
+            "float32",
+            self.gradient(bytes(dtype.itemsize * ELEMENTS), dtype=dtype),
+        )
+
+    def not_finite(self) -> Drawn:
+        bad = self.draw.choice([float("nan"), float("inf"), -float("inf")])
+        vector = torch.zeros(ELEMENTS)
+        vector[self.draw.randrange(ELEMENTS)] = bad
+        return self.draw.choice(
+            [
+                ("a gradient that is not finite", self.gradient(vector.numpy().tobytes())),
+                ("numbers that are not finite", self.gradient(numbers=(6.0, bad))),
+            ]
+        )
+
+    def oversized(self) -> Drawn:
+        """As long as the socket lets in, at most."""
+        more = ELEMENTS + self.draw.randrange(1, TEXT_BYTES // 4 - 64)
+        return (
+            "a gradient of N elements for N parameters",
+            self.gradient(bytes(4 * more), elements=more),
+        )
+
+    def of_a_later_step(self) -> Drawn:
+        later = STEPS + self.draw.randrange(2**40)
+        return self.draw.choice(
+            [
+                ("a gradient of a later step", self.gradient(step=later)),
+                (
+                    "an update of a later step",
+                    [
+                        Header(
+                            MessageType.UPDATE,
+                            self.told.job,
+                            self.told.sender,
+                            later,
+                            numbers=(12.0, 1.0),
+                        ).pack_header()
+                    ],
+                ),
+            ]
+        )
+
+    def of_another_job(self) -> Drawn:
+        return "it is of another training", self.gradient(
+            job=self.told.job ^ self.draw.randrange(1, 2**63)
+        )
+
+    def drawn(self) -> Drawn:
+        return self.draw.choice(
+            [
+                self.cut_off,
+                self.noise,
+                self.replayed,
+                self.of_another_shape,
+                self.of_another_type,
+                self.not_finite,
+                self.oversized,
+                self.of_a_later_step,
+                self.of_another_job,
+            ]
+        )()
+
+
+@contextlib.contextmanager
+def line_to(at: Address, keys: KeyPair) -> Iterator[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
+    """A connection, which is not made again; and its end, as an event."""
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.DEALER) as line,
+        line.get_monitor_socket(zmq.EVENT_DISCONNECTED) as ended,
+    ):
+        line.linger = 0
+        line.reconnect_ivl = -1
+        line.sndhwm = MESSAGE_LIMIT
+        line.sndtimeo = int(1000 * WAIT)
+        if at.key is not None:
+            line.curve_serverkey = at.key
+            line.curve_secretkey = keys.secret
+            line.curve_publickey = keys.public
+        line.connect(at.endpoint)
+        yield line, ended
+
+
+def with_the_key(line: zmq.Socket[bytes], told: Insight, messages: Iterable[Message]) -> None:
+    """All of them, as fast as the server takes them in; then until it has looked at all."""
+    for message in messages:
+        line.send_multipart(message, copy=False)
+        while line.poll(0):
+            line.recv_multipart()
+    question = Header(MessageType.PULL, told.job, call=1).pack_header()
+    line.send(question)
+    while True:
+        # who does not take what he is told is told no more: asked again
+        if not line.poll(1000):
+            line.send(question)
+        elif unpack_header(line.recv_multipart()[0]).kind == MessageType.VALUES:
+            return
+
+
+def sent_away(at: Address, keys: KeyPair, message: Message) -> None:
+    """A message over a connection of its own, which the server ends."""
+    with line_to(at, keys) as (line, ended):
+        with contextlib.suppress(zmq.Again):  # it was sent away before
+            line.send_multipart(message, zmq.NOBLOCK)
+        assert ended.poll(1000 * WAIT), "the server let it in"
+
+
+def over_tcp(at: Address, noise: bytes) -> None:
+    """Some bytes, until the server has hung up."""
+    host, port = at.endpoint.removeprefix("tcp://").split(":")
+    with (
+        contextlib.suppress(ConnectionError),
+        socket.create_connection((host, int(port)), WAIT) as line,
+    ):
+        line.sendall(noise)
+        with contextlib.suppress(OSError):  # it has hung up already
+            line.shutdown(socket.SHUT_WR)
+        while line.recv(4096):
+            pass
+
+
+def noises(draw: random.Random, count: int) -> list[bytes]:
+    """Random bytes, some after a greeting such as ZeroMQ's."""
+    greeting = b"\xff" + bytes(8) + b"\x7f\3\1" + b"CURVE".ljust(20, b"\0") + bytes(32)
+    return [
+        draw.choice([b"", greeting[:12], greeting]) + draw.randbytes(draw.randrange(2000))
+        for _ in range(count)
+    ]
+
+
+def flood(door: socket.socket, count: int, seed: int) -> tuple[Counter[str], int]:
+    """A part of it beside every step: so many messages with a worker's key in all, and as many
+    random ones over TCP; a few of whom nobody knows, and that are too long. What the record is
+    to say of them; bytes that were let in.
+    """
+    draw = random.Random(seed)
+    refused = Counter[str]()
+    before = list[Message]()
+    size = 0
+    parts = [count // (STEPS - 2)] * (STEPS - 2)
+    with contextlib.ExitStack() as stack:
+        workers = [stack.enter_context(Connection(door.accept()[0].detach())) for _ in range(2)]
+        told, _ = (heard(worker, before) for worker in workers)
+        line, _ = stack.enter_context(line_to(told.at, told.keys))
+        crowd = stack.enter_context(ThreadPoolExecutor(4))
+        for part in parts:
+            for worker in workers:
+                worker.send("the flood goes on")
+            drawn = [Spoiled(draw, told, earlier(before)).drawn() for _ in range(part)]
+            size += sum(len(frame) for _, message in drawn for frame in message)
+            refused.update(why for why, _ in drawn)
+            away = [
+                (replace(told.at, key=None), told.keys, BARE),
+                (told.at, KeyPair.generate_pair(), BARE),
+                (told.at, told.keys, [bytes(LONGEST + TEXT_BYTES + 1)]),
+            ] * max(1, part // 100)
+            jobs = [crowd.submit(over_tcp, told.at, noise) for noise in noises(draw, part)]
+            jobs += [crowd.submit(sent_away, *each) for each in away]
+            with_the_key(line, told, (message for _, message in drawn))
+            for each in jobs:
+                each.result(WAIT)
+            refused.update(
+                {
+                    "a connection that is not encrypted, or not ZeroMQ's": part + len(away) // 3,
+                    "a connection without the key of anybody known": len(away) // 3,
+                    "a connection that broke off, or brought too long a message": len(away) // 3,
+                }
+            )
+            for worker in workers:
+                heard(worker, before)
+        # nothing is beside the last step: all of it was looked at
+        for worker in workers:
+            worker.send("it is over")
+        for worker in workers:
+            # it has left, before our connection ends
+            assert worker.poll(WAIT)
+    return refused, size
+
+
+def heard(worker: Connection, before: list[Message]) -> Insight:
+    """What one says before a step: what it has sent is added to what went before."""
+    assert worker.poll(WAIT), "a worker does not go on"
+    insight, sent = worker.recv()
+    before += sent
+    return insight  # type: ignore[no-any-return]
+
+
+def earlier(before: list[Message]) -> list[Message]:
+    """Of what workers sent what they may not send again: an update is asked for by each of
+    them, so the last one may.
+    """
+    headers = [unpack_header(message[0]) for message in before]
+    last = max(header.step for header in headers)
+    return [
+        message
+        for message, header in zip(before, headers, strict=True)
+        if header.kind == MessageType.PUSH
+        or (header.kind == MessageType.UPDATE and header.step < last)
+    ]
+
+
+# ---- the tests -------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "count", [500, pytest.param(10_000, marks=[pytest.mark.story, pytest.mark.timeout(300)])]
+)
+def test_flood_is_refused_by_name_and_training_is_bit_equal(
+    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit. The server grows by no more than what the sockets keep of the two connections
+    that bring something at a time: less than a quarter of what it was sent.
+    """
+    # servers are ranks of the workers' world, as between hosts
+    monkeypatch.setattr(Server, "can_recover", False)
+    undisturbed = pg.train(WIDE, "server(2)", runs=tmp_path)
+    monkeypatch.setattr(train, "train_rank", partial(beside, place=str(tmp_path)))
+    with ThreadPoolExecutor(1) as other, socket.socket(socket.AF_UNIX) as door:
+        door.settimeout(WAIT)
+        door.bind(str(tmp_path / "meeting"))
+        door.listen()
+        flooding = other.submit(flood, door, count, seed=count)
+        try:
+            run = pg.train(WIDE, "server(2)", runs=tmp_path)
+        finally:
+            refused, size = flooding.result(WAIT)
+    (line,) = Record(run.folder).select_lines("server", 2)
+    assert line["refused"] == refused
+    assert Record(undisturbed.folder).select_lines("server", 2)[0]["refused"] == {}
+    assert run.losses == undisturbed.losses
+    for name, tensor in undisturbed.model().state_dict().items():
+        assert torch.equal(run.model().state_dict()[name], tensor), name
+    grown = int((tmp_path / "grown").read_text())
+    most = 2 * MESSAGE_LIMIT * (LONGEST + TEXT_BYTES)
+    print(
+        f"{sum(refused.values()):,} refused, {size:,} bytes; the server grew by {grown:,} bytes at "
+        "most"
+    )
+    assert grown < most
+    assert size > 4 * most or count < 10_000
+
+
+def test_message_names_stay_few_under_random_numbers() -> None:
+    """Each length of a header was a name of its own in the record, and in the server's
+    memory.
+    """
+    served = server("server(2)")
+    draw = random.Random(1)
+    whole = push()[1].bytes
+    for _ in range(1000):
+        number = draw.randrange(2**32)
+        for message in (
+            frames(draw.randbytes(draw.randrange(99))),
+            frames(whole[:4] + bytes([max(MessageType) + 1 + number % 200]) + whole[5:]),
+            frames(whole[:5] + bytes([20 + number % 200]) + whole[6:]),
+            frames(whole, *[b""] * (3 + number % 99)),
+            frames(whole, b"\1\1\1", bytes(draw.randrange(480))),
+            push(share=2 + number // 2),
+            frames(replace(unpack_header(whole), elements=number), b"\1\1\1", b""),
+        ):
+            served.handle_message(message)
+    assert set(served.shard.refusals) == {
+        "a header of N bytes, which has N",
+        "a message of no known kind (N)",
+        "numbers of no known type (N)",
+        "a message of N parts",
+        "N bytes, where its header says N",
+        "a share that there is not (N of N)",
+        "a gradient of N elements for N parameters",
+    }
+
+
+def test_repeated_leave_message_counts_once() -> None:
+    """A replayed farewell was another worker's, and the server left those that were still
+    there.
+    """
+    listening: Any = Told()
+    listening.refusals = {}
+    served = server("server(2)", listening)
+    for sender in (1, 1, 2):
+        assert len(served.left_senders) < 2
+        served.handle_message(frames(Header(MessageType.END, JOB, sender)))
+    assert served.left_senders == {1, 2}
+
+
+@pytest.fixture
+def listening() -> Iterator[Listener]:
+    found = Listener(LONGEST, "127.0.0.1", KeyPair.generate_pair())
+    yield found
+    found.close()
+
+
+def test_unknown_connections_do_not_affect_the_workers(listening: Listener) -> None:
+    """Each was taken for a worker that had gone: as many strangers as workers, and a server
+    thought itself alone. And as their comings and goings were not read while there was work,
+    the socket stood still when there were 2000 of them.
+    """
+    keys = KeyPair.generate_pair()
+    draw = random.Random(2)
+    listening.allow_keys([keys.public])
+    with line_to(listening.address, keys) as (line, _), ThreadPoolExecutor(4) as crowd:
+        line.send(b"first")
+        assert listening.receive_message(WAIT)
+        strangers = [
+            crowd.submit(over_tcp, listening.address, noise) for noise in noises(draw, 2500)
+        ]
+        while not all(each.done() for each in strangers):
+            assert listening.receive_message(0.01) is None
+        line.send(b"second")
+        found = listening.receive_message(WAIT)
+        assert found is not None
+        assert found[1].bytes == b"second"
+        assert listening.receive_message(0) is None
+        assert listening.connection_count == 1
+        assert listening.refusals == {"a connection that is not encrypted, or not ZeroMQ's": 2500}
+
+
+def test_busy_server_is_sent_no_more_than_socket_buffers(listening: Listener) -> None:
+    """Nothing is looked at meanwhile: who sends waits, after as many messages as both sockets
+    and the system's own memory keep (some megabytes, of 120 KB each).
+    """
+    keys = KeyPair.generate_pair()
+    listening.allow_keys([keys.public])
+    with line_to(listening.address, keys) as (line, _):
+        sent = 0
+        while sent < 2000 and line.poll(1000, zmq.POLLOUT):
+            line.send_multipart([b"", b"", bytes(LONGEST)], copy=False)
+            sent += 1
+        assert 2 * MESSAGE_LIMIT <= sent <= 2 * MESSAGE_LIMIT + 16 * 2**20 // LONGEST
+        for _ in range(sent):
+            assert listening.receive_message(WAIT)

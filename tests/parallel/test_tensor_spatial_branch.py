@@ -1,0 +1,1020 @@
+"""tensor, spatial, integrated, branch: the same training as serial's, with the neurons of each
+layer over ranks, or the pixels, or branches.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from equality_table import (
+    BRIEF,
+    IMAGES,
+    JOBS,
+    OF_BRANCHES,
+    OF_IMAGES,
+    OF_PIECES,
+    VECTORS,
+    WIDE,
+    WITH_BRANCHES,
+    found,
+    job,
+    numbers,
+    whole,
+)
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import Dataset, TensorDataset
+
+import paragrad as pg
+from paragrad.commands.train import train_on_ranks
+from paragrad.launch import Launcher
+from paragrad.report.equivalence.lockstep import COMPARED_STEPS
+from paragrad.trainer.parameter_access import refuse_parameter_views
+from paragrad.trainer.settings import Settings
+from paragrad.validation.validate import validate_run
+
+pytestmark = pytest.mark.usefixtures("warm")
+
+
+@pytest.fixture
+def steps(request: pytest.FixtureRequest) -> int:
+    """A sample's, or those of the whole table."""
+    return COMPARED_STEPS if request.node.get_closest_marker("table") else BRIEF
+
+
+@pytest.mark.sample(14)
+@pytest.mark.parametrize(("row", "column"), WIDE)
+def test_tensor_parallel_equals_serial(pool: Launcher, row: str, column: str, steps: int) -> None:
+    assert found(pool, row, JOBS[column], steps).value <= 1e-10
+
+
+@pytest.mark.sample(9)
+@pytest.mark.parametrize(("row", "column"), OF_PIECES)
+def test_spatial_parallel_equals_serial(pool: Launcher, row: str, column: str, steps: int) -> None:
+    assert found(pool, row, {**JOBS, **OF_IMAGES}[column], steps).value <= 1e-10
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize(("row", "column"), OF_BRANCHES)
+def test_branch_parallel_equals_serial(pool: Launcher, row: str, column: str, steps: int) -> None:
+    assert found(pool, row, WITH_BRANCHES[column], steps).value <= 1e-10
+
+
+# ---- odd models ------------------------------------------------------------------------------
+class Centred(nn.Module):
+    """A running mean as users write it: the buffer is another tensor after each forward."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x - self.mean
+
+
+def centred() -> nn.Module:
+    return nn.Sequential(nn.Linear(10, 16), Centred(16), nn.Tanh(), nn.Linear(16, 4), Centred(4))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "tensor(2)",
+        "tensor(3, pairs=false)",
+        "place(2) * tensor(2)",
+        "pipeline(2, micro=1, recompute=true) * tensor(2)",
+    ],
+)
+def test_buffer_recreated_by_a_forward(pool: Launcher, row: str) -> None:
+    """It is whole on every rank: pieces that stand for what was there at first would be found
+    in every step.
+    """
+    assert found(pool, row, job("centred", centred, VECTORS), BRIEF).value <= 1e-10
+
+
+class Towers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList([centred(), centred()])
+        self.out = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.cat([tower(x) for tower in self.towers], 1))
+
+
+def test_branch_buffer_recreated_by_a_forward(pool: Launcher) -> None:
+    with pytest.raises(
+        pg.RankFailed,
+        match=r"makes the buffer towers\..* anew, which is in a branch; change it in place",
+    ):
+        found(pool, "branch(2)", job("centred towers", Towers, VECTORS), BRIEF)
+
+
+class Counting(nn.Module):
+    """The same in place: an augmented assignment gives a module's buffer to itself."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(features))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean *= 0.9
+            self.mean += 0.1 * x.detach().mean(0)
+            self.count += 1
+        return x - self.mean
+
+
+class CountingTowers(Towers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList(
+            [nn.Sequential(nn.Linear(10, 4), Counting(4), nn.Tanh()) for _ in range(2)]
+        )
+
+
+@pytest.mark.parametrize(
+    ("row", "model"),
+    [
+        (
+            "tensor(2)",
+            lambda: nn.Sequential(nn.Linear(10, 16), Counting(16), nn.Tanh(), nn.Linear(16, 4)),
+        ),
+        ("branch(2)", CountingTowers),
+    ],
+    ids=["tensor", "branch"],
+)
+def test_buffer_changed_in_place_by_a_forward(
+    pool: Launcher, row: str, model: Callable[[], nn.Module]
+) -> None:
+    assert found(pool, row, job("counting", model, VECTORS), BRIEF).value <= 1e-10
+
+
+class Dreaming(nn.Module):
+    """What a user's model draws in a test too: dropout that stays on, noise on hidden values,
+    noise that a training has not.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.dropout(x, 0.3)
+        if not self.training:
+            x = x + 0.1 * torch.randn(len(x), *x.shape[1:], dtype=x.dtype)
+        return x
+
+
+class Elsewhere(nn.Module):
+    """By generators that are not torch's, one of which decides what is called."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            return x
+        x = x + 0.1 * torch.from_numpy(numpy.random.randn(*x.shape)).to(x)
+        return x.tanh() if random.random() < 0.5 else x * 2
+
+
+class Lasting(nn.Module):
+    """Dropout as it is left on to see how sure a model is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.dropout(x, 0.3)
+
+
+def dreaming() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(10, 16),
+        nn.Tanh(),
+        Dreaming(),
+        nn.Linear(16, 9),
+        nn.Dropout(0.2),
+        Dreaming(),
+        nn.Linear(9, 4),
+    )
+
+
+def lasting() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(10, 16), Lasting(), nn.Tanh(), nn.Linear(16, 9), Lasting(), nn.Linear(9, 4)
+    )
+
+
+def elsewhere() -> nn.Module:
+    return nn.Sequential(
+        Elsewhere(),
+        nn.Linear(10, 16),
+        nn.Tanh(),
+        Elsewhere(),
+        nn.Linear(16, 9),
+        Elsewhere(),
+        nn.Linear(9, 4),
+    )
+
+
+def dreaming_images() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1),
+        Dreaming(),
+        nn.ReLU(),
+        nn.Conv2d(4, 4, 3),
+        Dreaming(),
+        nn.Flatten(),
+        nn.Linear(144, 4),
+    )
+
+
+class DreamingTowers(Towers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList(
+            [
+                nn.Sequential(nn.Linear(10, 4), Dreaming(), nn.Tanh(), nn.Linear(4, 4))
+                for _ in range(2)
+            ]
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.dropout(super().forward(x), 0.1)
+
+
+def surprise(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    return functional.cross_entropy(output, target, reduction="sum"), len(target)
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "rows"),
+    [
+        (
+            dreaming,
+            VECTORS,
+            [
+                "data(2)",
+                "data(3, micro=2)",
+                "tensor(2)",
+                "tensor(3, pairs=false)",
+                "data(2) * tensor(2)",
+                "data(2, state=fully_sharded)",
+                "data(2, dense=tensor)",
+            ],
+        ),
+        (
+            lasting,
+            VECTORS,
+            [
+                "place(2)",
+                "pipeline(2, micro=2, schedule=interleaved(2))",
+                "pipeline(2, micro=2) * tensor(2)",
+                "data(2) * place(3)",
+            ],
+        ),
+        (elsewhere, VECTORS, ["tensor(2)", "tensor(3)"]),
+        (
+            dreaming_images,
+            IMAGES,
+            ["spatial(2)", "spatial(2, columns=2)", "spatial(2, dense=tensor)"],
+        ),
+        (DreamingTowers, VECTORS, ["branch(2)", "data(2) * branch(2)"]),
+    ],
+    ids=["vectors", "parts", "numpy", "images", "branches"],
+)
+def test_draws_in_an_evaluation_equal_serial(
+    pool: Launcher,
+    tmp_path: Path,
+    model: Callable[[], nn.Module],
+    data: TensorDataset,
+    rows: list[str],
+) -> None:
+    """Every rank of a layer drew by itself, so what ranks held of one value did not belong
+    together, and a test said so to nobody.
+    """
+    assert_tests_alike(
+        pool,
+        tmp_path,
+        job("dreaming", model, data, test=data, metric=surprise, dtype=torch.float64),
+        rows,
+    )
+
+
+def assert_tests_alike(pool: Launcher, folder: Path, made: pg.Job, rows: list[str]) -> None:
+    """What a test says after a training."""
+    for at in range(len(rows) + 1):
+        (folder / str(at)).mkdir()
+    serial, *others = [
+        train_on_ranks(pool, validate_run(made, text, Settings()), folder / str(at)).test
+        for at, text in enumerate(["serial", *rows])
+    ]
+    assert others == pytest.approx([serial] * len(rows), rel=1e-12)
+
+
+class Plain(Towers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList([nn.Sequential(nn.Linear(10, 4), nn.Tanh()) for _ in range(2)])
+
+
+class Late(Plain):
+    """What begins to be drawn in the third step: in a branch, by a function that draws inside
+    of what it does.
+    """
+
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.draw = draw
+        self.steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += self.training
+        hidden = [self.towers[0](x), functional.dropout(self.towers[1](x), 0.1)]
+        if self.steps > 2:
+            hidden[0] = hidden[0] + self.draw(hidden[0])
+        return self.out(torch.cat(hidden, 1))  # type: ignore[no-any-return]
+
+
+def multinomial(x: Tensor) -> Tensor:
+    return torch.multinomial(x.softmax(1), 4, True).to(x) * 0.1
+
+
+def from_numpy(x: Tensor) -> Tensor:
+    return torch.from_numpy(numpy.random.randn(*x.shape)).to(x)
+
+
+@pytest.mark.parametrize(
+    ("row", "draw", "told"),
+    [
+        (
+            "branch(2)",
+            multinomial,
+            "multinomial draws in a branch, and did not when the model was looked at",
+        ),
+        (
+            "tensor(2)",
+            from_numpy,
+            "the model or its loss draws from numpy, and did not when it was looked at",
+        ),
+    ],
+)
+def test_late_draws_outside_of_keyed_generators_are_reported(
+    pool: Launcher, tmp_path: Path, row: str, draw: Callable[[Tensor], Tensor], told: str
+) -> None:
+    """A branch of which others do not know that it draws is another draw ahead of them from
+    then on; numbers of numpy are each rank's own. Neither was said.
+    """
+    with pytest.raises(pg.RankFailed, match=told):
+        train_on_ranks(
+            pool,
+            validate_run(job("late", functools.partial(Late, draw), VECTORS), row, Settings()),
+            tmp_path,
+        )
+
+
+@pytest.mark.parametrize("row", ["tensor(2)", "tensor(3)"])
+def test_late_draws_equal_serial(pool: Launcher, row: str) -> None:
+    assert (
+        found(pool, row, job("late", functools.partial(Late, multinomial), VECTORS), BRIEF).value
+        <= 1e-10
+    )
+
+
+class Sloping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList(
+            [nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 4)) for _ in range(2)]
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        out = torch.stack([tower(x) for tower in self.towers]).sum(0)
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=self.training)
+        return out + slope.sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("tensor(2)", r"the model, in a test \(eval mode, without gradients\), raised Run"),
+        ("branch(2)", "the model, without gradients, raised RuntimeError: element 0"),
+    ],
+)
+def test_model_that_cannot_be_evaluated_is_refused_at_start(text: str, told: str) -> None:
+    """It was trained for an epoch, and then a rank died in the test."""
+    with pytest.raises(pg.Refused, match=told):
+        validate_run(
+            job("sloping", Sloping, VECTORS, test=VECTORS, metric=surprise), text, Settings()
+        )
+
+
+class Sensitive(nn.Linear):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.requires_grad_()
+        return super().forward(x), x
+
+
+def penalised(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    (slope,) = torch.autograd.grad(output[0].sum(), output[1], create_graph=True)
+    return functional.cross_entropy(output[0], target) + 0.1 * slope.square().mean()
+
+
+def test_loss_that_takes_gradients_is_refused_at_start() -> None:
+    """Its training ended in the first test."""
+    with pytest.raises(
+        pg.Refused,
+        match=r"the loss, in a test \(eval mode, without gradients\), raised Run.*; give",
+    ):
+        validate_run(
+            job("sensitive", lambda: Sensitive(10, 4), VECTORS, test=VECTORS, loss=penalised),
+            "tensor(2)",
+            Settings(),
+        )
+
+
+def test_images_of_one_row_are_refused_at_start() -> None:
+    """The repair was spatial(1)."""
+    lines = TensorDataset(numbers(30, 2, 1, 8, seed=3), IMAGES.tensors[1])
+    model = functools.partial(
+        nn.Sequential, nn.Conv2d(2, 4, (1, 3)), nn.Flatten(), nn.Linear(24, 4)
+    )
+    with pytest.raises(
+        pg.Refused, match="images of 1 rows cannot be divided over 2 ranks; train it with data"
+    ):
+        validate_run(job("lines", model, lines), "spatial(2)", Settings())
+
+
+def test_branches_under_autocast_are_refused_at_start() -> None:
+    with pytest.raises(
+        pg.Refused,
+        match="under autocast the ranks without a branch do not know the types of its values",
+    ):
+        validate_run(job("plain", Plain, VECTORS, dtype=torch.bfloat16), "branch(2)", Settings())
+
+
+class Remembering(nn.Module):
+    """A U-Net's way down, made again in backward: at its end a strided convolution, for which
+    the first rank needs no halo.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Conv2d(2, 4, 3, padding=1)
+        self.down = nn.Conv2d(4, 4, 3, stride=2, padding=1)
+        self.out = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.down, self.into(x).relu(), use_reentrant=False)
+        return self.out(x.mean((2, 3)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("rows", [2, 3])
+def test_halo_exchange_at_the_end_of_a_checkpoint(pool: Launcher, rows: int) -> None:
+    """One rank stopped before it had answered its neighbour, who waited. Over gloo, where
+    nobody else is there to be heard.
+    """
+    tall = TensorDataset(numbers(12, 2, 48, 4, seed=3), whole(4, 12, seed=4))
+    made = job("remembering", Remembering, tall, batch=4, epochs=1)
+    assert found(pool, f"spatial({rows})", made, 3).value <= 1e-10
+
+
+class Viewed(Plain):
+    """A branch's value is shown to all, and then changed by a view of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = (tower(x) * 1 for tower in self.towers)
+        before = first + second
+        first.view(-1).mul_(0.5)
+        return self.out(torch.cat([before, first + second], 1))  # type: ignore[no-any-return]
+
+
+def test_gathered_value_changed_through_a_view(pool: Launcher) -> None:
+    assert found(pool, "branch(2)", job("viewed", Viewed, VECTORS), BRIEF).value <= 1e-10
+
+
+class Meshed(nn.Module):
+    """torch.meshgrid asks once more, from a helper of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(10, 6)
+        self.out = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.into(x).tanh()
+        first, _ = torch.meshgrid(hidden[0], hidden[0], indexing="ij")
+        return self.out(hidden) + 0 * first.sum()  # type: ignore[no-any-return]
+
+
+def test_function_that_dispatches_twice(pool: Launcher) -> None:
+    assert found(pool, "tensor(2)", job("meshed", Meshed, VECTORS, batch=29), BRIEF).value <= 1e-10
+
+
+class NormedTwice(Plain):
+    """Branches of two forks that share statistics, and nothing to train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4, affine=False)
+        self.again = nn.ModuleList([nn.Linear(8, 4) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = torch.cat([self.norm(self.towers[0](x)), self.towers[1](x)], 1)
+        return self.out(torch.cat([self.again[0](both), self.norm(self.again[1](both))], 1))
+
+
+@pytest.mark.parametrize("row", ["branch(2)", "data(2) * branch(2)"])
+def test_statistics_shared_by_branches(pool: Launcher, row: str) -> None:
+    """Whose branch it was in changed them alone."""
+    assert found(pool, row, job("normed twice", NormedTwice, VECTORS), BRIEF).value <= 1e-10
+
+
+class Kept(Plain):
+    """Takes parameters from a list of its own: as they were when that was made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.limited = {
+            "weights": [each.weight for each in self.modules() if isinstance(each, nn.Linear)]
+        }
+
+    def forward(self, x: Tensor) -> Tensor:
+        for each in self.limited["weights"]:
+            each.data.copy_(each.data.renorm(2, 0, 0.3))
+        return super().forward(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "tensor(2)",
+        "branch(2)",
+        "data(2) * tensor(2)",
+        "pipeline(2, micro=2)",
+        "data(2, state=fully_sharded)",
+    ],
+)
+def test_parameters_outside_of_modules_are_refused_at_start(row: str) -> None:
+    """On a rank they were others from the first update on, and the training was another one,
+    without a word.
+    """
+    with pytest.raises(
+        pg.Refused,
+        match=r"the attribute limited of the model keeps the parameter towers\.0\.0\.weight, and",
+    ):
+        validate_run(job("kept", Kept, VECTORS), row, Settings())
+
+
+def test_dead_weak_proxy_keeps_no_parameter() -> None:
+    """Whoever asks it what it is gets a ReferenceError, and so did the door."""
+    gone = weakref.proxy(nn.Linear(1, 1))
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.parents = {"all": [gone]}  # type: ignore[assignment]
+    refuse_parameter_views(model)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+def test_module_that_torch_cannot_copy_is_refused_at_start() -> None:
+    """It was told by a rank, without a repair."""
+    made = job(
+        "old norm",
+        lambda: nn.Sequential(nn.utils.weight_norm(nn.Linear(10, 8)), nn.Tanh(), nn.Linear(8, 4)),
+        VECTORS,
+    )
+    with pytest.raises(
+        pg.Refused,
+        match=r"cannot be copied, as a cut wants it: .*parametrizations\.weight_norm, not",
+    ):
+        validate_run(made, "tensor(2)", Settings())
+
+
+class ByState(nn.Sequential):
+    """Reads its parameters by a way that nobody looks at."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (
+            super().forward(x)
+            + self.state_dict(keep_vars=True)["0.weight"].detach().square().mean()
+        )  # type: ignore[no-any-return]
+
+
+def test_unsupported_control_flow_is_reported_with_its_cause(
+    pool: Launcher, tmp_path: Path
+) -> None:
+    """A model under tensor was to be cut elsewhere, which tensor knows nothing of."""
+    made = job(
+        "by state",
+        lambda: ByState(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 1)),
+        VECTORS,
+        loss=lambda output, target: (output[:, 0] * target).mean(),
+    )
+    with pytest.raises(
+        pg.RankFailed,
+        match=r"by a way that is not seen \(copies of parameters.*train it with data\(n\)",
+    ):
+        train_on_ranks(pool, validate_run(made, "tensor(2)", Settings()), tmp_path)
+
+
+class Averaged(Plain):
+    """Tests an average of its parameters, and trains by way of torch.func too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, each in self.towers.named_parameters():
+            self.register_buffer(name.replace(".", "_"), each.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        now = dict(self.towers.named_parameters())
+        average = {name: self.get_buffer(name.replace(".", "_")) for name in now}
+        if self.training:
+            with torch.no_grad():
+                for name, each in now.items():
+                    average[name].lerp_(each, 0.3)
+        used = now if self.training else average
+        return self.out(
+            torch.cat(
+                [
+                    torch.func.functional_call(  # type: ignore[no-any-return]
+                        tower,
+                        {
+                            name.removeprefix(f"{at}."): each
+                            for name, each in used.items()
+                            if name.startswith(f"{at}.")
+                        },
+                        (x,),
+                    )
+                    for at, tower in enumerate(self.towers)
+                ],
+                1,
+            )
+        )
+
+
+@pytest.mark.parametrize("row", ["tensor(2)", "tensor(3, pairs=false)", "branch(2)"])
+def test_functional_call_uses_the_given_parameters(
+    pool: Launcher, tmp_path: Path, row: str
+) -> None:
+    """Modules found their own pieces first, not what torch.func had put in the place of their
+    parameters.
+    """
+    made = job("averaged", Averaged, VECTORS, test=VECTORS, dtype=torch.float64)
+    assert found(pool, row, made, BRIEF).value <= 1e-10
+    assert_tests_alike(pool, tmp_path, made, [row])
+
+
+class Masking(nn.Module):
+    """Changes a part of a value in a test."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(10, 16)
+        self.out = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.into(x).tanh()
+        if not self.training:
+            hidden[:, 0].view(-1).zero_()
+        return self.out(hidden)  # type: ignore[no-any-return]
+
+
+class Bordered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Conv2d(2, 4, 3, padding=1)
+        self.out = nn.Conv2d(4, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.into(x)
+        if not self.training:
+            hidden[:, :, 0].fill_(3.0)
+        return self.out(hidden).mean((2, 3))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("row", "model", "data", "told"),
+    [("tensor(2)", Masking, VECTORS, "zero_"), ("spatial(2)", Bordered, IMAGES, "fill_")],
+)
+def test_gathered_view_is_not_changed_in_place(
+    pool: Launcher,
+    tmp_path: Path,
+    row: str,
+    model: Callable[[], nn.Module],
+    data: TensorDataset,
+    told: str,
+) -> None:
+    """What was changed was a copy, and the test's number another one, without a word."""
+    with pytest.raises(
+        pg.RankFailed, match=f"{told} changes in place a view of a value that is divided over ranks"
+    ):
+        train_on_ranks(
+            pool, validate_run(job("masking", model, data, test=data), row, Settings()), tmp_path
+        )
+
+
+class Hooked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Conv2d(2, 4, 3, padding=1)
+        self.out = nn.Conv2d(4, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.into(x).tanh()
+        border = hidden[:, :, 0]
+        if border.requires_grad:
+            border.register_hook(lambda gradient: 2 * gradient)
+        return self.out(hidden).mean((2, 3)) * border.mean((1, 2))[:, None]
+
+
+def test_hook_on_a_gathered_view(pool: Launcher) -> None:
+    """It was put on another tensor, which nobody used."""
+    assert found(pool, "spatial(2)", job("hooked", Hooked, IMAGES), BRIEF).value <= 1e-10
+
+
+class OfAnySize(Dataset[tuple[Tensor, int]]):
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, at: int) -> tuple[Tensor, int]:
+        return torch.randn(
+            2, 4 + at, 5 + at % 3, generator=torch.Generator().manual_seed(at)
+        ), at % 4
+
+
+@pytest.mark.parametrize("row", ["tensor(2)", "spatial(2)"])
+def test_samples_that_cannot_share_a_batch(pool: Launcher, row: str) -> None:
+    """The door put two of them together, which the job does not."""
+    made = job(
+        "of any size",
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 4, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 4)
+        ),
+        OfAnySize(),
+        batch=1,
+    )
+    validate_run(made, row, Settings())
+    assert found(pool, row, made, BRIEF).value <= 1e-10
+
+
+LOOKED_UP = """
+import torch, paragrad as pg
+from torch import nn
+from torch.utils.data import TensorDataset
+
+torch.use_deterministic_algorithms(True)
+
+class LookedUp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.out = nn.Parameter(torch.randn(50, 64)), nn.Linear(64, 4)
+        self.register_buffer("places", torch.randint(50, (400,)))
+
+    def forward(self, x):
+        torch.set_num_threads(2)
+        return self.out((self.table[self.places.expand(len(x), -1)] * x[:, :1, None]).mean(1))
+
+x = torch.randn(64, 10)
+job = pg.Job(name="looked-up", model=LookedUp, loss=nn.functional.cross_entropy,
+        train=TensorDataset(x, x[:, :4].argmax(1)),
+             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), epochs=1, batch=64)
+"""
+
+
+@pytest.mark.table
+def test_gradients_summed_by_threads_in_any_order(tmp_path: Path) -> None:
+    """Backward of x[index] does, so that copies of a table differed from rank to rank, and a
+    forward that writes to it was blamed. Torch adds in one order where it is told to.
+    """
+    (tmp_path / "looked_up.py").write_text(LOOKED_UP)
+    done = subprocess.run(
+        [sys.executable, "-m", "paragrad", "train", "looked_up.py", "--strategy", "tensor(2)"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert "of this step are one worker's" in done.stdout, done.stderr
+
+
+class PreActivation(nn.Module):
+    """As in a ResNet v2 or MaxViT: beside a projection, a branch that begins with a norm of
+    what both are made of.
+    """
+
+    def __init__(self, norm: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(2, 6, 3)
+        self.short = nn.Conv2d(6, 8, 1)
+        self.norm = norm(6)
+        self.conv = nn.Conv2d(6, 8, 1)
+        self.out = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return self.out((self.short(x) + self.conv(self.norm(x).relu())).mean((2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("row", "norm"),
+    [
+        ("branch(2)", nn.BatchNorm2d),
+        ("data(2) * branch(2)", nn.BatchNorm2d),
+        ("branch(2)", functools.partial(nn.BatchNorm2d, affine=False)),
+        ("branch(2)", functools.partial(nn.InstanceNorm2d, track_running_stats=True)),
+    ],
+    ids=["batch", "data", "plain", "instance"],
+)
+def test_branch_that_begins_with_a_norm(
+    pool: Launcher, row: str, norm: Callable[[int], nn.Module]
+) -> None:
+    """It was taken for one of the trunk, as what it is given is on all ranks, and wrote its
+    statistics to copies of its own.
+    """
+    assert (
+        found(
+            pool, row, job("pre-activation", functools.partial(PreActivation, norm), IMAGES), BRIEF
+        ).value
+        <= 1e-10
+    )
+
+
+class Shared(nn.Module):
+    """Two forks, in each a norm with statistics of its own, and one weight and bias for
+    both.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([PreActivation(nn.BatchNorm2d), PreActivation(nn.BatchNorm2d)])
+        self.blocks[1].norm.weight = self.blocks[0].norm.weight
+        self.blocks[1].norm.bias = self.blocks[0].norm.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[0](x) + self.blocks[1](x.tanh())  # type: ignore[no-any-return]
+
+
+def test_branch_statistics_with_a_trunk_weight_are_refused() -> None:
+    """They were written to copies."""
+    with pytest.raises(
+        pg.Refused,
+        match="batch_norm changes a value of a branch that one rank has by what it does not have",
+    ):
+        validate_run(job("shared", Shared, IMAGES), "branch(2)", Settings())
+
+
+def spectral(of: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    made = Plain()
+    of(made.towers[0][0])  # type: ignore[index]
+    return made
+
+
+@pytest.mark.parametrize(
+    "of", [nn.utils.parametrizations.spectral_norm, nn.utils.spectral_norm], ids=["new", "old"]
+)
+def test_branch_with_a_spectral_norm(pool: Launcher, of: Callable[[nn.Module], nn.Module]) -> None:
+    """Torch's writes its vectors by out=, and assigns what comes back: that was another
+    tensor.
+    """
+    assert (
+        found(
+            pool, "branch(2)", job("spectral", functools.partial(spectral, of), VECTORS), BRIEF
+        ).value
+        <= 1e-10
+    )
+
+
+@dataclass(slots=True)
+class Heads:
+    main: Tensor
+    other: Tensor
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(10, 8)
+        self.heads = nn.ModuleList([nn.Linear(8, 4), nn.Linear(8, 4)])
+
+    def forward(self, x: Tensor) -> Heads:
+        x = self.into(x).tanh()
+        return Heads(*(head(x) for head in self.heads))
+
+
+def of_heads(output: Heads, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output.main, target) + 0.3 * functional.cross_entropy(
+        output.other, target
+    )
+
+
+@pytest.mark.parametrize("row", ["branch(2)", "tensor(2)"])
+def test_output_heads_in_a_dataclass(pool: Launcher, row: str) -> None:
+    """The model was said to have no branches."""
+    assert found(pool, row, job("heads", TwoHeads, VECTORS, loss=of_heads), BRIEF).value <= 1e-10
+
+
+class ByNorms(torch.optim.SGD):
+    """All gradients by the norm of all of them."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        gradients = [
+            each.grad
+            for group in self.param_groups
+            for each in group["params"]
+            if each.grad is not None
+        ]
+        torch._foreach_div_(gradients, 1e-3 + torch.stack(torch._foreach_norm(gradients)).norm())
+        return super().step(closure)
+
+
+def hooked_sgd(parameters: Any) -> torch.optim.Optimizer:
+    made = torch.optim.SGD(parameters, lr=0.05)
+    made.register_step_post_hook(
+        lambda optimizer, *_: [
+            each.detach().clamp_(-0.5, 0.5) for each in optimizer.param_groups[0]["params"]
+        ]
+    )
+    return made
+
+
+class Listing(torch.optim.SGD):
+    """With a list of its own, as SAM and Lookahead have: on a rank that is not of the
+    parameters that are trained.
+    """
+
+    def __init__(self, parameters: Any) -> None:
+        self.mine = list(parameters)
+        super().__init__(self.mine, lr=0.05)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        torch._foreach_mul_(self.mine, 0.99)
+        return super().step(closure)
+
+
+OF_WHOLE = {
+    "Adafactor": functools.partial(torch.optim.Adafactor, lr=1e-2),
+    "all": functools.partial(ByNorms, lr=0.05),
+    "own list": Listing,
+    "hook": hooked_sgd,
+}
+
+
+@pytest.mark.parametrize(
+    "row", ["spatial(2)", "data(2) * spatial(2)", "branch(2)", "data(2) * branch(2)"]
+)
+def test_whole_tensor_optimizer_gets_whole_tensors(pool: Launcher, row: str) -> None:
+    """Where every rank has every parameter, whole, and where each is one rank's, it was
+    refused: they were cut, it said.
+    """
+    model = functools.partial(PreActivation, nn.BatchNorm2d)
+    made = job("of whole tensors", model, IMAGES, optimizer=OF_WHOLE["Adafactor"])
+    validate_run(made, row, Settings())
+    assert found(pool, row, made, BRIEF).value <= 1e-10
+
+
+@pytest.mark.parametrize(
+    ("row", "optimizer", "told"),
+    [
+        (
+            "branch(2)",
+            "all",
+            r"ByNorms wants all parameters together .*, and branch\(2\) has them on several ranks",
+        ),
+        (
+            "branch(2)",
+            "hook",
+            "SGD has the hook <lambda>, which may look at parameters that are on another rank",
+        ),
+        (
+            "spatial(2)",
+            "hook",
+            "SGD has the hook <lambda>, which may look at parameters that are on another rank",
+        ),
+        (
+            "spatial(2)",
+            "own list",
+            r"Listing wants all parameters together .*, and spatial\(2\) has them on several ranks",
+        ),
+        (
+            "spatial(2, dense=tensor)",
+            "Adafactor",
+            r"Adafactor wants whole tensors together .*, and spatial\(2, .* cuts them",
+        ),
+    ],
+)
+def test_optimizer_of_tensors_no_rank_holds_is_refused(row: str, optimizer: str, told: str) -> None:
+    model = functools.partial(PreActivation, nn.BatchNorm2d)
+    with pytest.raises(pg.Refused, match=told):
+        validate_run(
+            job("of whole tensors", model, IMAGES, optimizer=OF_WHOLE[optimizer]), row, Settings()
+        )

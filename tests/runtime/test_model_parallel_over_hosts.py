@@ -1,0 +1,277 @@
+"""A model in parts under torchrun, in a loop of the user's own, on one host and over two:
+serial's losses, whichever axis crosses the hosts; and wherever a rank is killed, all end soon,
+it is named, and nothing is left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import runpy
+import selectors
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+import pytest
+from hosts import PORT, Cluster, HostFailed, Program
+from namespaces import living_in, spaces_of
+
+Clusters = Callable[..., AbstractContextManager[Cluster]]
+SOON = 10.0  # seconds from a rank's death to everybody's end
+WAITED = (
+    r"exitcode +: -9 |rank\(s\) [\d, ]+ say nothing|waits for .* from rank \d|where rank 0 ran, "
+    r"nobody is left|"
+    r"rank \d \(process \d+\) ended while rank \d waited|\d +\| says nothing"
+)
+
+LOOP = """
+    import json, os, signal, sys
+    import torch
+    from torch import nn
+    from torch.utils.data import TensorDataset
+
+    import paragrad as pg
+
+    def dies_after(calls, told):
+        # as so many more functions of Python have been called, or have returned, in this thread
+        def count(frame, event, argument):
+            nonlocal calls
+            calls -= 1
+            if calls == 0:
+                os.write(os.open(told, os.O_WRONLY), b"now")
+                os.kill(os.getpid(), signal.SIGKILL)
+        sys.setprofile(count)
+
+    strategy, out, *death = sys.argv[1:]
+    rank, step, calls = map(int, death[:3]) if death else (-1, 0, 0)
+    # a last batch of 22
+    points = torch.randn(150, 10, generator=torch.Generator().manual_seed(0)).double()
+    data = TensorDataset(points, points[:, :4].argmax(1))
+    torch.manual_seed(1)
+    layers = (nn.Linear(10, 30), nn.Tanh(), nn.Dropout(0.2), nn.Linear(30, 30), nn.Tanh(),
+              nn.Linear(30, 4))
+    model = nn.Sequential(*layers).double()
+    optimizer, losses = torch.optim.Adam(model.parameters(), lr=0.01), []
+    with pg.parallelize(model, nn.functional.cross_entropy, optimizer, strategy,
+            clip_norm=1.0) as trainer:
+        for epoch in range(4):
+            for batch in trainer.batches(data, batch=32, epoch=epoch):
+                if (trainer.world.rank, trainer.steps) == (rank, step):
+                    dies_after(calls, death[3])
+                losses.append(trainer.step(*batch).loss)
+        if trainer.world.rank == rank:
+            dies_after(1, death[3])             # it had fewer calls to make
+    with open(f"{out}.{trainer.world.rank}", "w") as file:
+        hosts = trainer.training.shared_hosts
+        json.dump({"losses": losses, "firsts": hosts and hosts.first_ranks}, file)
+"""
+
+
+# ---- where ranks are -------------------------------------------------------------------------
+def on_one_host(cluster: Cluster, words: list[str]) -> list[Program]:
+    return cluster.torchrun(words, ranks=4)
+
+
+def model_inside_hosts(cluster: Cluster, words: list[str]) -> list[Program]:
+    """torchrun's order: ranks 0 and 1 on the first host, so that replicas meet across hosts,
+    and the parts of one inside.
+    """
+    return cluster.torchrun(words, ranks=2)
+
+
+def model_across_hosts(cluster: Cluster, words: list[str]) -> list[Program]:
+    """Ranks 0 and 2 on the first host: parts send to each other across hosts. No agent is there
+    to end anybody.
+    """
+    launch = {
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "host0",
+        "MASTER_PORT": str(PORT),
+    }
+    return [
+        cluster.start(
+            rank % 2,
+            [sys.executable, *words],
+            environment={**launch, "RANK": str(rank), "LOCAL_RANK": str(rank // 2)},
+        )
+        for rank in range(4)
+    ]
+
+
+# how many hosts, how ranks are started, and of each rank the first one of its host
+WAYS = {
+    "one host": (1, on_one_host, [0, 0, 0, 0]),
+    "data across hosts": (2, model_inside_hosts, [0, 0, 2, 2]),
+    "model across hosts": (2, model_across_hosts, [0, 1, 0, 1]),
+}
+STRATEGIES = ("data(2) * pipeline(2)", "data(2, reduce=ring) * place(2)")
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    (tmp_path / "loop.py").write_text(textwrap.dedent(LOOP))
+    return tmp_path / "loop.py"
+
+
+# ---- serial's losses -------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("way", "strategy"),
+    [
+        pytest.param(
+            way,
+            strategy,
+            marks=pytest.mark.story
+            if (way, strategy) == ("model across hosts", STRATEGIES[1])
+            else pytest.mark.table,
+        )
+        for way in WAYS
+        for strategy in STRATEGIES
+    ],
+)
+def test_model_parallel_losses_equal_serial(
+    clusters: Clusters, script: Path, monkeypatch: pytest.MonkeyPatch, way: str, strategy: str
+) -> None:
+    """In float64, with dropout and clipping over all parts; the whole model lies once on each
+    host until it is cut.
+    """
+    monkeypatch.setattr("sys.argv", [str(script), "serial", str(script.with_name("alone"))])
+    runpy.run_path(str(script))
+    expected = json.loads(script.with_name("alone.0").read_text())["losses"]
+    count, started, firsts = WAYS[way]
+    with clusters(count) as cluster:
+        cluster.finished(
+            started(cluster, [str(script), strategy, str(script.with_name("parts"))]), timeout=90
+        )
+        assert not any(cluster.faults().values())
+    for rank in range(4):
+        found = json.loads(script.with_name(f"parts.{rank}").read_text())
+        assert found["losses"] == pytest.approx(expected, rel=1e-10, abs=0)
+        assert found["firsts"] == firsts
+
+
+# ---- killed at random ------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Death:
+    """Of a rank, as it has come to a step and made so many calls after that."""
+
+    way: str
+    strategy: str
+    rank: int
+    step: int
+    calls: int
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, astuple(self)))
+
+
+def deaths(count: int) -> Iterator[Death]:
+    """Half of them in the first step, in which a rank makes the most: it looks, cuts, makes
+    groups and compares.
+    """
+    chosen = random.Random(7)
+    for number in range(count):
+        step = 0 if number % 2 else chosen.randrange(1, 19)
+        yield Death(
+            [*WAYS][number % 3],
+            chosen.choice(STRATEGIES),
+            chosen.randrange(4),
+            step,
+            chosen.randrange(1, 30_000 if step else 200_000),
+        )
+
+
+@contextmanager
+def told(path: Path) -> Iterator[Callable[[], None]]:
+    """A pipe with a name, and a wait until somebody writes into it."""
+    os.mkfifo(path)
+    end = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with selectors.DefaultSelector() as waiting:
+        waiting.register(end, selectors.EVENT_READ)
+
+        def wait() -> None:
+            assert waiting.select(60.0), "nobody died"
+
+        try:
+            yield wait
+        finally:
+            os.close(end)
+
+
+def left_on(cluster: Cluster) -> list[str]:
+    """Files of hosts' memory, where temporary ones are too; of torch's own, which it leaves,
+    nothing is said.
+    """
+    lists = [
+        subprocess.run(
+            host.inside(["ls", "-A", "/dev/shm"]),
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
+        )
+        for host in cluster.hosts
+    ]
+    return [
+        name
+        for each in lists
+        for name in each.stdout.split()
+        if not name.startswith(("torchelastic_", "torchinductor_"))
+    ]
+
+
+@pytest.mark.parametrize(
+    "death",
+    [
+        pytest.param(
+            each, id=str(each), marks=pytest.mark.story if number == 2 else pytest.mark.table
+        )
+        for number, each in enumerate(deaths(20))
+    ],
+)
+def test_killed_rank_ends_all_ranks_and_is_named(
+    clusters: Clusters, script: Path, death: Death
+) -> None:
+    """Whoever outlives it is told by torchrun to end, or finds a connection closed; nobody
+    waits for the limit of 300 s.
+    """
+    count, started, _ = WAYS[death.way]
+    with clusters(count) as cluster, told(script.with_name("told")) as died:
+        before = living_in(spaces_of(cluster))
+        programs = started(
+            cluster,
+            [
+                str(script),
+                death.strategy,
+                str(script.with_name("parts")),
+                *map(str, (death.rank, death.step, death.calls)),
+                str(script.with_name("told")),
+            ],
+        )
+        died()
+        with pytest.raises(HostFailed) as caught:
+            cluster.finished(programs, SOON)
+        assert "was not done after" not in str(caught.value)
+        assert set(living_in(spaces_of(cluster))) <= set(before)
+        assert left_on(cluster) == []
+        complaints = [
+            program.said()[1]
+            for program in programs
+            if program.process.returncode != -signal.SIGKILL
+        ]
+    named = (
+        rf"rank +: {death.rank} .*\n +exitcode +: -9 |rank\(s\) [\d, ]*{death.rank}[\d, ]* say|"
+        rf"from rank {death.rank}, which says|{death.rank} +\| says nothing"
+    )
+    assert any(re.search(named, text) for text in complaints), complaints
+    # whoever outlives it says for whom it waited
+    for text in complaints:
+        assert re.search(WAITED, text), text

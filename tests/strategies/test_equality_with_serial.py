@@ -1,0 +1,382 @@
+"""The same training as serial, by the definitions of docs/architecture.md."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import pytest
+import torch
+from equality_table import (
+    BRIEF,
+    CELLS,
+    IN_PARTS,
+    JOBS,
+    NOT_EXACT,
+    OF_BRANCHES,
+    OF_IMAGES,
+    OF_PIECES,
+    ROWS,
+    SERIAL,
+    VECTORS,
+    WIDE,
+    WITH_BRANCHES,
+    covering,
+    covering_rows,
+    found,
+    mlp,
+    parts_cells,
+    resolved,
+)
+from equality_table import job as make_job
+from torch import Tensor, nn
+
+from paragrad.datasets.loading import convert_batch, separate_target
+from paragrad.errors import RankFailed
+from paragrad.jobs.job import CPU, Job
+from paragrad.jobs.loss import call_model
+from paragrad.launch import Launcher
+from paragrad.parallel.data.reproducible_sum import reproducible_all_reduce
+from paragrad.report.certificate import Difference
+from paragrad.report.equivalence.lockstep import (
+    COMPARED_STEPS,
+    compare_with_serial,
+    list_tensor_deviations,
+)
+from paragrad.runtime.world import World
+from paragrad.schedules.fault_injection import FAULTS
+from paragrad.schedules.tree import Tree
+from paragrad.strategies.registry import strategy
+from paragrad.strategies.serial import Serial
+from paragrad.strategies.strategy import Strategy
+from paragrad.trainer.server_rank import dismiss_run_servers, run_parameter_server
+from paragrad.trainer.settings import Settings
+from paragrad.trainer.trainer import Trainer
+
+BOUND = 1e-10  # float64
+
+
+def checked(pool: Launcher, text: str, job: Job, steps: int = BRIEF) -> Difference:
+    return found(pool, text, job, steps)
+
+
+@pytest.mark.parametrize(("row", "column", "workers"), covering(), ids=str)
+def test_covering_sample_equals_serial_in_float64(
+    pool: Launcher, row: str, column: str, workers: int
+) -> None:
+    assert checked(pool, ROWS[row](workers), JOBS[column]).value <= BOUND
+
+
+@pytest.mark.table
+@pytest.mark.parametrize(("row", "column", "workers"), CELLS, ids=str)
+def test_whole_table_equals_serial_in_float64(
+    pool: Launcher, row: str, column: str, workers: int
+) -> None:
+    assert checked(pool, ROWS[row](workers), JOBS[column], COMPARED_STEPS).value <= BOUND
+
+
+@pytest.mark.parametrize(("row", "column"), NOT_EXACT, ids=str)
+def test_inexact_pairs_differ_as_declared(pool: Launcher, row: str, column: str) -> None:
+    """Not exact by its own word, and the difference is there: the check can see it."""
+    text = ROWS[row](2)
+    assert not strategy(text).exact
+    assert checked(pool, text, JOBS[column]).value > 1e-6
+
+
+# plain torch draws other dropout masks (ours: test_dropout.py); micro-batches change what batch
+# norm sees, there as here
+PLAIN = [
+    (row, column)
+    for row in SERIAL
+    for column in JOBS
+    if "dropout" not in column and not ("batch norm" in column and "micro" in row)
+]
+
+
+@pytest.mark.parametrize(("row", "column"), PLAIN)
+def test_serial_equals_plain_pytorch(row: str, column: str) -> None:
+    """Serial itself against a loop anyone would write: mean loss, backward, clip, step, per
+    whole batch.
+    """
+    job = JOBS[column].replace(dtype=torch.float64)
+    trainer = Trainer.build_for_job(World(), job, resolved(SERIAL[row]))
+    order = job.make_order(len(job.train))
+    model = job.build_model()
+    optimizer = job.optimizer(model.parameters())
+    scheduler = job.scheduler(optimizer) if job.scheduler else None
+    for epoch, positions in [
+        (step // 3, list(order.list_batches())[step % 3]) for step in range(6)
+    ]:
+        for fetched in trainer.iterate_batches_at(job.train, order, [(epoch, positions)]):
+            trainer.step(*separate_target(fetched))
+        inputs, target = separate_target(
+            convert_batch(
+                job.make_samples(job.train)[epoch, order.get_indices(epoch, positions)],
+                CPU,
+                torch.float64,
+            )
+        )
+        model.zero_grad()
+        loss = job.build_loss()(call_model(model, inputs), target)
+        (loss if isinstance(loss, Tensor) else loss[0] / loss[1]).backward()
+        if job.clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), job.clip_norm)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    noise = 1e3 * torch.finfo(torch.float64).eps if "batch norm" in column else 0.0
+    plain = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert max(list_tensor_deviations(trainer.gradients(), plain, noise).values()) <= BOUND
+    if "batch norm, adam" not in column:
+        assert max(list_tensor_deviations(trainer.state(), trainer_state(model)).values()) <= BOUND
+
+
+def trainer_state(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        **{name: parameter.detach() for name, parameter in model.named_parameters()},
+        **dict(model.named_buffers()),
+    }
+
+
+def one_step(
+    world: World, job: Job, chosen: Strategy, reverse: bool = False
+) -> Mapping[str, Tensor | None]:
+    """The gradients and parameters after one step, by name; of a server none."""
+    trainer = Trainer.build_for_job(world, job, chosen, reverse=reverse)
+    try:
+        if trainer.is_server:
+            run_parameter_server(trainer.training)
+            return {}
+        trainer.step(*separate_target(next(trainer.batches(job.train, job.batch, epoch=0))))
+        gradients = {f"gradient of {name}": value for name, value in trainer.gradients().items()}
+        found = {
+            name: None if value is None else value.clone()
+            for name, value in {**gradients, **trainer.state()}.items()
+        }
+        dismiss_run_servers(trainer.training)
+        return found
+    finally:
+        trainer.close()
+
+
+# one serial batch is no reference for the statistics of micro-batches
+IN_FLOAT32 = [
+    (ROWS[row](2 + (list(ROWS).index(row) + list(JOBS).index(column)) % 3), column)
+    for row in ROWS
+    for column in JOBS
+    if "adam" not in column
+    and (row, column) not in NOT_EXACT
+    and not ("batch norm" in column and "micro" in row)
+]
+WIDTH = [*WIDE, *OF_PIECES, *OF_BRANCHES]
+IN_FLOAT32 += [
+    (row, column)
+    for row, column in [*parts_cells(), *(cell for cell in WIDTH if "adam" not in cell[1])]
+    if not ("batch norm" in column and "micro" in row)
+]
+EVERY_JOB = {**JOBS, **OF_IMAGES, **WITH_BRANCHES}
+
+
+def covered(place: int, cell: tuple[str, str]) -> bool:
+    """Every eighth cell of data, of models in parts each row once, some in width; `make table`
+    has all.
+    """
+    if cell[0] in IN_PARTS:
+        return cell in covering_rows() and not cell[0].startswith("data(2) * pipeline(4")
+    return (place + place // len(JOBS)) % (24 if cell in WIDTH else 8) == 0
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    ("text", "column"),
+    [
+        pytest.param(*cell, marks=[] if covered(place, cell) else pytest.mark.table)
+        for place, cell in enumerate(IN_FLOAT32)
+    ],
+)
+def test_float32_error_is_at_most_4_times_that_of_serial(
+    pool: Launcher, text: str, column: str
+) -> None:
+    """One step from the same state: error against float64 at most 4 times serial's or the
+    rounding twin's.
+    """
+    job = EVERY_JOB[column]
+    chosen = resolved(text)
+    like = Serial(threads=1)
+    exact = one_step(World(), job.replace(dtype=torch.float64), like)
+    serial = one_step(World(), job, like)
+    twin = one_step(World(), job, like, reverse=True)
+    ours = pool.run(one_step, job, chosen, size=chosen.size)[0]
+    floor = 8 * torch.finfo(torch.float32).eps
+    allowed = 4 * max(largest(serial, exact), largest(twin, exact))
+    assert largest(ours, exact) <= max(allowed, floor)
+
+
+def largest(ours: Mapping[str, Tensor | None], exact: Mapping[str, Tensor | None]) -> float:
+    in64 = {name: None if value is None else value.double() for name, value in ours.items()}
+    noise = 1e3 * torch.finfo(torch.float32).eps
+    gradients = [name for name in exact if name.startswith("gradient")]
+    others = [name for name in ours if name not in gradients]
+    return max(
+        max(
+            list_tensor_deviations(
+                {name: in64[name] for name in names}, {name: exact[name] for name in names}, noise
+            ).values()
+        )
+        for names in (gradients, others)
+    )
+
+
+def whole_model() -> nn.Module:
+    """Whole weights: with whole inputs and a loss that is linear, every gradient is a whole
+    number.
+    """
+    model = nn.Linear(10, 4)
+    with torch.no_grad():
+        model.weight.copy_(torch.arange(40.0).view(4, 10) - 20)
+        model.bias.zero_()
+    return model
+
+
+def whole_loss(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
+    """Linear in the output; its weight is a power of two, so that the mean stays exact."""
+    return (output * (target.view(-1, 1) - 1)).sum(), len(output)
+
+
+WHOLE = make_job(
+    "whole numbers",
+    whole_model,
+    torch.utils.data.TensorDataset((VECTORS.tensors[0] * 3).round(), VECTORS.tensors[1]),
+    loss=whole_loss,
+    batch=16,
+    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5),
+)
+
+
+@pytest.mark.parametrize(
+    "workers", [3, *(pytest.param(workers, marks=pytest.mark.table) for workers in (1, 2, 4))]
+)
+@pytest.mark.parametrize("row", ROWS)
+def test_integer_valued_training_is_bit_equal(pool: Launcher, row: str, workers: int) -> None:
+    expected = one_step(World(), WHOLE, Serial(threads=1))
+    chosen = resolved(ROWS[row](workers))
+    for result in pool.run(one_step, WHOLE, chosen, size=chosen.size)[:workers]:
+        assert all(torch.equal(result[name], expected[name]) for name in expected)
+
+
+def many_steps(world: World, job: Job, chosen: Strategy, steps: int = 40) -> dict[str, Tensor]:
+    trainer = Trainer.build_for_job(world, job, chosen)
+    epoch = 0
+    while trainer.steps < steps:
+        for fetched in trainer.batches(job.train, job.batch, epoch):
+            trainer.step(*separate_target(fetched))
+        epoch += 1
+    trainer.close()
+    return trainer.state()
+
+
+@pytest.mark.story
+def test_two_workers_are_bit_equal_for_every_algorithm(pool: Launcher) -> None:
+    """A sum of two floats commutes; in float32, over several epochs."""
+    job = make_job("mlp", mlp, VECTORS)
+    results = [
+        result
+        for row in (
+            "native",
+            "ring",
+            "ring, blocking",
+            "ring_async",
+            "tree",
+            "butterfly",
+            "star",
+            "direct",
+            "halving",
+            "double_tree",
+            "two_level",
+        )
+        for result in pool.run(many_steps, job, resolved(ROWS[row](2)), size=2)
+    ]
+    for result in results:
+        assert all(torch.equal(result[name], results[0][name]) for name in result)
+
+
+REPRODUCIBLE = (
+    "star",
+    "tree",
+    "double_tree(segments=3",
+    "butterfly",
+    "halving",
+    "direct",
+    "ring",
+    "ring_async(segments=5",
+    "two_level(across=tree, group=2",
+)
+
+
+@pytest.mark.table
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_reproducible_sums_are_bit_equal_for_every_algorithm(pool: Launcher, backend: str) -> None:
+    """100 steps in float32 on four ranks; without `reproducible` a ring and a star differ."""
+    job = make_job("mlp", mlp, VECTORS)
+
+    def trained(option: str, *names: str) -> list[dict[str, Tensor]]:
+        texts = [f"data(4, reduce={name}{', ' if '(' in name else '('}{option}))" for name in names]
+        return [
+            result
+            for text in texts
+            for result in pool.run(many_steps, job, resolved(text), 100, size=4, backend=backend)
+        ]
+
+    first, *others = trained("reproducible=true", *REPRODUCIBLE)
+    assert all(torch.equal(other[name], first[name]) for other in others for name in first)
+    if backend == "shm":
+        first, *others = trained("reproducible=false", "ring", "star")
+        assert not all(torch.equal(other[name], first[name]) for other in others for name in first)
+
+
+def not_finite(world: World) -> None:
+    vector = torch.ones(5)
+    if world.rank == 1:
+        vector[3] = math.nan
+    reproducible_all_reduce(Tree(), vector, world)
+
+
+def test_non_finite_value_ends_a_reproducible_sum(pool: Launcher) -> None:
+    with pytest.raises(RankFailed, match=r"a gradient is not finite (here|on another rank)"):
+        pool.run(not_finite, size=3)
+
+
+def test_deviation_is_the_documented_formula() -> None:
+    ours = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([1e-9]), "c": None}
+    theirs = {"a": torch.tensor([1.0, 4.0]), "b": torch.tensor([0.0]), "c": None}
+    assert list_tensor_deviations(ours, theirs) == {
+        "a": 0.5,
+        "b": pytest.approx(1e-9 / 4e-6),
+        "c": 0.0,
+    }
+    assert list_tensor_deviations({"a": None}, {"a": torch.ones(1)}) == {"a": math.inf}
+    assert list_tensor_deviations({"a": torch.tensor([math.nan])}, {"a": torch.ones(1)}) == {
+        "a": math.inf
+    }
+    assert list_tensor_deviations(
+        {"a": torch.tensor([1e-20])}, {"a": torch.tensor([math.nan])}, noise=1.0
+    ) == {"a": math.inf}
+
+
+@pytest.mark.parametrize("bug", FAULTS)
+def test_planted_bug_is_detected_and_named(pool: Launcher, bug: str) -> None:
+    """The proof refuses both at the door; here they are played, and the comparison with serial
+    says what and where.
+    """
+    settings = Settings(inject_fault=bug)
+    arguments = compare_with_serial, JOBS["mlp"], resolved("data(2, reduce=ring)"), settings
+    if bug == "mean_twice":
+        found = pool.run(*arguments, size=2)[0]
+        assert found.value >= 0.5
+        assert found.first == ("gradient of 0.weight", 0)
+    else:
+        with pytest.raises(RankFailed, match="not equal bit for bit") as caught:
+            pool.run(*arguments, size=2)
+        assert caught.value.differs
+        assert caught.value.step == 0
+        assert caught.value.tensor in JOBS["mlp"].model().state_dict()

@@ -1,0 +1,616 @@
+"""A technique and an all-reduce of a user's own enter by the same door as ours, without a line
+changed in the library.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from equality_table import IMAGES, JOBS
+from typer.testing import CliRunner
+from user_majority_vote import Vote, VoteExchange, job
+
+import paragrad as pg
+from paragrad.commands.cli import app
+from paragrad.engine.passes import LossSums
+from paragrad.launch import Launcher
+from paragrad.record.record import Record
+from paragrad.runtime.mesh import Axis
+from paragrad.runtime.world import World
+from paragrad.strategies.shares import Division
+from paragrad.strategies.strategy import ScheduleUse
+from paragrad.trainer.trainer import Trainer
+
+pytestmark = pytest.mark.usefixtures("warm")
+
+ROOT = Path(__file__).parents[2]
+OWN = ROOT / "examples" / "own_all_reduce.py"
+
+
+def command(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "paragrad", *words],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+# ---- a technique -----------------------------------------------------------------------------
+def test_user_strategy_trains_and_is_recorded(tmp_path: Path) -> None:
+    run = pg.train(job, Vote(2), runs=tmp_path)
+    assert run.header["strategy"] == run.header["resolved"] == "vote(2)"
+    assert run.losses[-1] < run.losses[0]
+    assert run.sent_per_step["votes"]["bytes"] == 4 * (10 * 16 + 16 + 16 * 4 + 4)
+    assert str(pg.strategy("vote(2)")) == "vote(2)"
+    assert run.resolved == Vote(2)
+
+
+def test_user_strategy_is_saved_and_resumed(tmp_path: Path) -> None:
+    """Resumed by as many ranks it ends where the whole run does; by `data` it goes on, as any
+    checkpoint.
+    """
+    whole = pg.train(job, Vote(2), runs=tmp_path, save=1)
+    first = pg.train(job.replace(epochs=1), Vote(2), runs=tmp_path, save=1)
+    resumed = pg.train(job, Vote(2), runs=tmp_path, resume=first.folder)
+    for name, tensor in whole.model().state_dict().items():
+        assert torch.equal(tensor, resumed.model().state_dict()[name])
+    assert len(pg.train(job, "data(2)", runs=tmp_path, resume=first.folder).losses) == len(
+        resumed.losses
+    )
+
+
+def test_verify_reports_an_inexact_strategy(tmp_path: Path) -> None:
+    certificate = pg.verify(job, Vote(2), runs=tmp_path)
+    assert not certificate.same
+    assert certificate.first == ("gradient of 0.weight", 0)
+
+
+def test_unsupported_product_is_refused() -> None:
+    with pytest.raises(
+        pg.Refused, match=r"vote holds replicas: at most one such part in a product, leftmost"
+    ):
+        pg.Data(2) * Vote(2)
+    both = pg.Data(2)
+    with pytest.raises(pg.Refused, match="data holds replicas"):
+        both * both
+    assert str(Vote(2) * pg.strategy("pipeline(2)")) == "vote(2) * pipeline(2)"
+
+
+class Lying(Vote):
+    """Promises what it does not keep."""
+
+    @property
+    def guarantees(self) -> pg.Guarantees:
+        return pg.Guarantees()
+
+
+def test_false_claim_of_exactness_ends_in_the_first_step(tmp_path: Path) -> None:
+    with pytest.raises(
+        pg.RankFailed, match=r"before the first update the gradient is off.*the exchange of lying"
+    ) as caught:
+        pg.train(job, Lying(2), runs=tmp_path)
+    assert caught.value.step == 0
+    assert not pg.verify(job, Lying(2), runs=tmp_path).same
+
+
+def test_page_shows_the_tested_files() -> None:
+    page = (ROOT / "docs" / "own_all_reduce.md").read_text()
+    shown = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    helpers = ROOT / "tests" / "helpers"
+    files = (OWN, helpers / "user_majority_vote.py", helpers / "user_model_parallel.py")
+    for code, file in zip(shown, files, strict=True):
+        assert code.strip() in file.read_text()
+
+
+# ---- several axes ----------------------------------------------------------------------------
+class Twofold(pg.Strategy):
+    """Every replica is two ranks, which do the same: what a hybrid of data and a cut of the
+    model asks of a trainer.
+    """
+
+    workers: int = pg.option(pg.Integer(2))
+
+    @property
+    def guarantees(self) -> pg.Guarantees:
+        return pg.Guarantees()
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        return Axis("data", self.workers // 2), Axis("fold", 2, "model")
+
+    def make_exchange(self, replica: Any, world: World, log: Any, options: Any) -> pg.Exchange:
+        return Summed(replica, world)
+
+
+class Summed(VoteExchange):
+    """The sum over one axis of the world; the wish to stop is everybody's."""
+
+    def __init__(self, replica: Any, world: World) -> None:
+        super().__init__(replica, world.select_axes("data"))
+        self.all = world
+
+    def finish(self, weight: float, loss: float) -> None:
+        own = torch.tensor([weight, loss, self.doubtful_weight], dtype=torch.float64)
+        weight, loss, doubt = self.world.all_reduce(own).tolist()
+        self.totals = [
+            weight,
+            loss,
+            float(self.all.all_reduce(torch.tensor(float(self.stop_requested)))),
+            doubt,
+        ]
+        for parameter in self.parameters:
+            if parameter.requires_grad:
+                parameter.grad = self.world.all_reduce(
+                    torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                )
+
+    average = pg.Exchange.average
+
+
+class Reordered(Twofold):
+    """Passes of its own: all forwards of a step, then all backwards, the last one first, as a
+    pipeline makes them.
+    """
+
+    @property
+    def division(self) -> Division:
+        return Division((2, 1), micro=2)
+
+    def make_passes(self, within: Any, exchange: pg.Exchange) -> Any:
+        return ForwardsFirst(within, exchange)
+
+
+class ForwardsFirst(pg.Passes):
+    def compute_gradients(self, micros: Any, count: int) -> LossSums:
+        loss = 0.0
+        weight = 0.0
+        made = []
+        for micro, inputs, target in micros:
+            with self.host.key_draws(micro):
+                total, more = self.exchange.module(inputs, target, len(micro.positions))
+            made.append(total)
+            loss = loss + float(total.detach())
+            weight = weight + more
+        for total in reversed(made):
+            total.backward()
+        return LossSums(loss, weight)
+
+
+def test_user_passes_equal_serial(tmp_path: Path) -> None:
+    assert pg.verify(job, Reordered(4), runs=tmp_path).same
+    assert "first step" not in {
+        line["what"] for line in pg.train(job, Reordered(4), runs=tmp_path).select_lines("choice")
+    }
+
+
+def asked_to_stop(world: World, chosen: pg.Strategy) -> tuple[bool, bool]:
+    """Whether all ranks know in the same step that one was asked to stop. The loop changes what
+    it was given.
+    """
+    trainer = Trainer.build_for_job(world, job, chosen)
+    stops = []
+    try:
+        for inputs, target in trainer.batches(job.train, job.batch, 0):
+            stops.append(trainer.step(inputs * 2.0, target).stop)
+            if world.rank == 1:
+                world.stop.set()
+            if len(stops) == 2:
+                return tuple(stops)
+    finally:
+        world.stop.clear()
+        trainer.close()
+    raise AssertionError
+
+
+@pytest.mark.parametrize("chosen", [Twofold(4), Reordered(4), Twofold(2)])
+def test_stop_request_reaches_all_ranks_under_user_passes(
+    pool: Launcher, chosen: pg.Strategy
+) -> None:
+    """It was set in one worker's passes, so others lost it. And one worker's step counted a
+    share of two ranks twice, where the loop had changed its batch.
+    """
+    assert pool.run(asked_to_stop, chosen, size=chosen.workers) == [(False, True)] * chosen.workers
+
+
+@pytest.mark.table
+def test_strategy_of_two_axes_equals_serial(tmp_path: Path) -> None:
+    """Shares are those of replicas, not of ranks: every sample counts once, batch norm and
+    tests see each once, and the record has it of one rank alone.
+    """
+    for each in (job, JOBS["cnn with batch norm"].replace(test=IMAGES, metric=pg.accuracy)):
+        assert pg.verify(each, Twofold(4), runs=tmp_path).same
+        run, serial = (
+            pg.train(each, strategy, runs=tmp_path) for strategy in (Twofold(4), "serial")
+        )
+        assert (run.sample_count.twice, run.sample_count.missed) == (0, 0)
+        assert run.losses == pytest.approx(serial.losses, rel=1e-4)
+        assert run.test == (None if serial.test is None else pytest.approx(serial.test))
+
+
+# ---- answers left out, contradictions --------------------------------------------------------
+class Silent(pg.Strategy):
+    workers: int = pg.option(pg.Integer())
+
+
+class Idle(pg.Strategy):
+    workers: int = pg.option(pg.Integer())
+
+    @property
+    def guarantees(self) -> pg.Guarantees:
+        return pg.Guarantees(exact=False)
+
+
+class Crooked(Vote):
+    @property
+    def axes(self) -> tuple[object, ...]:
+        return (*super().axes, *super().axes)
+
+
+class Uneven(Vote):
+    @property
+    def division(self) -> object:
+        return type(super().division)((1,))
+
+
+class Sure(Vote):
+    @property
+    def guarantees(self) -> Any:
+        return True
+
+
+class Paired(Vote):
+    @property
+    def axes(self) -> Any:
+        return (("data", self.workers),)
+
+
+class Doubled(Vote):
+    @property
+    def axes(self) -> Any:
+        return Axis("data", self.workers), Axis("data", 1)
+
+
+class Slipping(Vote):
+    @property
+    def guarantees(self) -> pg.Guarantees:
+        return pg.Guarantees(exact=self.exactly)  # type: ignore[attr-defined]
+
+
+class Gathering(Vote):
+    def plan_schedules(self) -> Any:
+        return (ScheduleUse("all-gather", pg.Ring(), 2),)
+
+
+class Nobody(pg.Strategy):
+    @property
+    def guarantees(self) -> pg.Guarantees:
+        return pg.Guarantees(exact=False)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "says"),
+    [
+        (Silent(2), "Silent has no guarantees; give it a property `guarantees`"),
+        (
+            Idle(2),
+            r"Idle has no make_exchange; give it a method `make_exchange\(self, replica, world, "
+            r"log, options\)`",
+        ),
+        (Nobody(), "Nobody has no workers; give it the field"),
+        (Sure(2), r"sure\(2\) promises True; let it be Guarantees"),
+        (
+            Paired(2),
+            "Paired, asked about itself, raised AttributeError: 'tuple' object has no attribute "
+            "'size'",
+        ),
+        (Doubled(2), "has two axes data"),
+        (
+            Slipping(2),
+            "Slipping, asked about itself, raised AttributeError: 'Slipping' object has no "
+            "attribute 'exactly'",
+        ),
+        (
+            Gathering(2),
+            r"gathering\(2\) plans 'all-gather', which nobody can prove; known: all-reduce",
+        ),
+        (Crooked(2), "has 2 workers, and axes of 4 ranks: crooked 2 x crooked 2"),
+        (Uneven(2), "divides a batch into 1 shares, and its axes have 2 replicas"),
+    ],
+)
+def test_incomplete_or_contradictory_strategy_is_refused(chosen: pg.Strategy, says: str) -> None:
+    with pytest.raises(pg.Refused, match=says):
+        pg.train(job, chosen)
+
+
+class Empty(Vote):
+    """Its exchange is none."""
+
+    def make_exchange(self, replica: Any, world: Any, log: Any, options: Any) -> Any:
+        return None
+
+
+def test_invalid_exchange_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        pg.RankFailed, match=r"the exchange of empty is a NoneType; return a paragrad\.Exchange"
+    ):
+        pg.train(job, Empty(2), runs=tmp_path)
+
+
+class Few(Vote):
+    """Its exchange counts three things."""
+
+    def make_exchange(self, replica: Any, world: Any, log: Any, options: Any) -> pg.Exchange:
+        made = VoteExchange(replica, world)
+        made.reduce_totals = lambda: made.totals[:3]  # type: ignore[method-assign]
+        return made
+
+
+class Passless(Reordered):
+    def make_passes(self, within: Any, exchange: pg.Exchange) -> Any:
+        return None
+
+
+class Pairing(Reordered):
+    def make_passes(self, within: Any, exchange: pg.Exchange) -> Any:
+        right = ForwardsFirst(within, exchange)
+        right.compute_gradients = lambda micros, count: (1.0, 2.0)
+        return right
+
+
+class Raising(Vote):
+    def refuse_job(
+        self, facts: Any, requested: pg.Strategy, skip_first_step_check: bool = False
+    ) -> None:
+        raise KeyError("rows")
+
+
+class Fickle(pg.AllReduce):
+    """A ring in some processes, and in others one that goes the other way round."""
+
+    def program(self, rank: int, size: int) -> Any:
+        return (
+            pg.Ring().program(rank, size)
+            if os.environ.get("FICKLE") != "yes"
+            else pg.Direct().program(rank, size)
+        )
+
+
+@pytest.mark.parametrize(
+    ("chosen", "says"),
+    [
+        (
+            Few(2),
+            "reduce_totals\\(\\) of VoteExchange gives 3 numbers; give four: weight, loss, ranks "
+            "asked to stop, doubtful weight",
+        ),
+        (Passless(4), r"the passes of passless\(4\) are a NoneType; return paragrad\.Passes"),
+        (
+            Pairing(4),
+            r"compute_gradients\(\) of ForwardsFirst gives a tuple; "
+            r"give paragrad\.LossSums\(loss, weight\)",
+        ),
+    ],
+)
+def test_wrong_return_types_are_named(chosen: pg.Strategy, says: str, tmp_path: Path) -> None:
+    with pytest.raises(pg.RankFailed, match=says):
+        pg.train(job, chosen, runs=tmp_path)
+
+
+def test_failing_strategy_method_is_refused_by_name() -> None:
+    with pytest.raises(
+        pg.Refused, match=r"Raising, asked about itself, raised KeyError: 'rows'; mend it"
+    ):
+        pg.train(job, Raising(2))
+    with pytest.raises(
+        pg.Refused, match=r"data\(reduce=\.\.\.\) got the class Fickle; write Fickle\(\)"
+    ):
+        pg.Data(2, reduce=Fickle)  # type: ignore[arg-type]
+
+
+def fickle(world: World) -> None:
+    """One rank sees another environment than the others."""
+    os.environ["FICKLE"] = "yes" if world.rank else "no"
+    trainer = Trainer.build_for_job(
+        world, job, pg.strategy("data(2, reduce=fickle, state=replicated)")
+    )
+    try:
+        trainer.step(*next(trainer.batches(job.train, job.batch, 0)))
+    finally:
+        del os.environ["FICKLE"]
+        trainer.close()
+
+
+def test_different_programs_on_ranks_are_reported(pool: Launcher) -> None:
+    """They aborted over gloo, or waited for ever."""
+    with pytest.raises(
+        pg.RankFailed,
+        match=r"fickle has another program on rank . than on rank .: it is to be a function of",
+    ):
+        pool.run(fickle, size=2)
+
+
+@pytest.mark.table
+def test_file_run_and_imported_defines_one_class(tmp_path: Path) -> None:
+    """A job file that something imports under its own name was refused as two of one name."""
+    (tmp_path / "rumour.py").write_text(
+        OWN.read_text()
+        .replace("Gossip", "Hearsay")
+        .replace("import paragrad", "import beside\nimport paragrad", 1)
+    )
+    (tmp_path / "beside.py").write_text("import rumour\n")
+    done = command("train", "rumour.py", "--strategy", "data(2, reduce=hearsay)", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.story
+def test_unknown_strategy_class_names_its_import(tmp_path: Path) -> None:
+    folder = pg.train(job, Vote(2), runs=tmp_path).folder
+    code = (
+        "from pathlib import Path; import paragrad as pg; pg.Run(pg.job('digits'), "
+        f"Path({str(folder)!r})).resolved"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert re.search(
+        r"was trained under vote\(2\): .* is known once the file that defines it is imported",
+        done.stderr,
+    )
+
+
+def test_strategies_command_lists_those_of_a_file() -> None:
+    answer = CliRunner().invoke(app, ["strategies", "--job", str(OWN)])
+    assert answer.exit_code == 0, answer.output
+    assert re.search(r"reduce\s+gossip\s+\S", answer.stdout)
+
+
+def test_unimportable_class_is_sent_or_refused(tmp_path: Path) -> None:
+    """A class of a module that is no file goes to the ranks by value; one that cannot is
+    refused before they start.
+    """
+    ghost = ModuleType("ghost")
+    code = "import threading\nimport paragrad as pg\nlock = threading.Lock()\n"
+    code += OWN.read_text().split("\njob = ")[0].replace("Gossip", "Rumour")
+    exec(code, vars(ghost))
+    assert len(pg.train(job, pg.Data(2, reduce=ghost.Rumour()), runs=tmp_path).losses) == 6
+    exec(
+        "class Locked(Rumour):\n    def parts(self, size):\n        with lock:\n            "
+        "return size",
+        vars(ghost),
+    )
+    with pytest.raises(pg.Refused, match="cannot be sent to the ranks"):
+        pg.train(job, pg.Data(2, reduce=ghost.Locked()), runs=tmp_path)
+
+
+class Scaled(Reordered):
+    """Says that gradients were multiplied already, which they were not."""
+
+    def make_passes(self, within: Any, exchange: pg.Exchange) -> Any:
+        right = ForwardsFirst(within, exchange)
+        right.compute_gradients = lambda micros, count: (
+            ForwardsFirst(within, exchange)
+            .compute_gradients(  # type: ignore[method-assign]
+                micros, count
+            )
+            ._replace(scale=2.0)
+        )
+        return right
+
+
+def test_wrong_gradient_scale_ends_in_the_first_step(tmp_path: Path) -> None:
+    """In float32 the difference was taken to float64, where the scale was not looked at."""
+    with pytest.raises(pg.RankFailed, match="the gradient is off") as caught:
+        pg.train(job, Scaled(4), runs=tmp_path)
+    assert caught.value.step == 0
+
+
+def test_notation_words_are_reserved_and_fields_are_options() -> None:
+    for name, base in (
+        ("Auto", pg.AllReduce),
+        ("true", pg.AllReduce),
+        ("Native", pg.AllReduce),
+        ("Data", pg.AllReduce),
+        ("Ring", pg.Strategy),
+    ):
+        with pytest.raises(pg.Refused, match="give it another name"):
+            type(name, (base,), {"__module__": "mine"})
+    with pytest.raises(
+        pg.Refused, match=r"hops is no option; write it .* as an option, such as hops: int"
+    ):
+        type(
+            "Hopping",
+            (pg.AllReduce,),
+            {"__module__": __name__, "__annotations__": {"hops": "int"}, "hops": 1},
+        )
+
+
+def test_built_in_names_take_precedence() -> None:
+    """In a fresh process an own one was defined before ours, which then could not be
+    imported.
+    """
+    for text in ("class Ring(pg.AllReduce): pass", "class Data(pg.Strategy): pass"):
+        words = [sys.executable, "-c", f"import paragrad as pg\n{text}"]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+        assert re.search(
+            r"Refused: __main__\.\w+ would be called \w+, as paragrad\.", done.stderr
+        ), done.stderr
+
+
+def test_all_reduce_without_a_program_is_refused() -> None:
+    bare = type("Bare", (pg.AllReduce,), {"__module__": __name__})
+    with pytest.raises(
+        pg.Refused, match=r"Bare has no program; give it a method program\(rank, size\)"
+    ):
+        pg.train(job, pg.Data(2, reduce=bare()))
+
+
+def test_two_strategies_of_one_name_are_refused() -> None:
+    with pytest.raises(
+        pg.Refused,
+        match=r"would be called ring, as paragrad\.schedules\.ring\.Ring is; give it another name",
+    ):
+        type("Ring", (pg.AllReduce,), {"__module__": "mine"})
+    with pytest.raises(
+        pg.Refused, match=r"mine\.Data would be called data, as paragrad\.strategies\.data\.Data is"
+    ):
+        type("Data", (pg.Strategy,), {"__module__": "mine"})
+
+
+# ---- an all-reduce ---------------------------------------------------------------------------
+@pytest.mark.table
+def test_user_all_reduce_example_as_its_page_says(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(OWN)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "0 | >1:0" in done.stdout
+    assert re.search(r"gossip: \d+ us for 100 KB over 3 ranks, by the clock", done.stdout)
+    (folder,) = (tmp_path / "runs").glob("*-digits-compare")
+    row = next(row for row in pg.Table(folder).rows if "gossip" in row.resolved)
+    assert row.strategy == "data(3, reduce=gossip)"
+    assert row.failure is None
+    assert row.difference is not None
+    assert row.difference <= 1e-10
+    assert "data(3, reduce=gossip)" in (folder / "page.html").read_text()
+
+
+@pytest.mark.story
+def test_command_finds_the_all_reduce_of_a_job_file(tmp_path: Path) -> None:
+    done = command("train", str(OWN), "--strategy", "data(3, reduce=gossip)", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert Record(folder).header["resolved"] == "data(3, reduce=gossip, state=replicated)"
+    for words, shown in (
+        (["draw"], "gossip, 3 ranks"),
+        (["simulate", "--bytes", "1MB"], "by the clock"),
+    ):
+        answer = CliRunner().invoke(app, [*words, "data(3, reduce=gossip)", "--job", str(OWN)])
+        assert answer.exit_code == 0, answer.output
+        assert shown in answer.stdout
+
+
+@pytest.mark.table
+def test_a_skipped_chunk_is_refused_with_rank_and_slot(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text(
+        OWN.read_text().replace("for part in range(size):  ", "for part in range(1, size):", 1)
+    )
+    done = command("train", str(broken), "--strategy", "data(3, reduce=gossip)", cwd=tmp_path)
+    assert done.returncode == 2
+    assert (
+        "gossip is no all-reduce of 3 ranks: rank 0 ends without the contribution of rank 0 in "
+        "slot 0" in done.stderr
+    )

@@ -1,0 +1,297 @@
+"""Before the first step of a model that is cut a test is compared with one worker's: what that
+finds, and leaves alone.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from equality_table import IMAGES, VECTORS, job, mlp
+from test_tensor_spatial_branch import ByState
+from torch import Tensor, nn
+from torch.nn import functional
+
+import paragrad as pg
+from paragrad.commands.train import train_on_ranks
+from paragrad.errors import StepFailed
+from paragrad.launch import Launcher
+from paragrad.report.run import Run
+from paragrad.runtime.world import World
+from paragrad.trainer.first_step import setup
+from paragrad.trainer.settings import Settings
+from paragrad.validation.validate import validate_run
+
+pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.story]
+COMPARED = "one worker's, and so is the loss of"
+
+
+def trained(pool: Launcher, folder: Path, row: str, made: pg.Job) -> Run:
+    folder.mkdir()
+    return train_on_ranks(pool, validate_run(made, row, Settings()), folder)
+
+
+def not_compared(found: Run) -> list[str]:
+    return [
+        choice["because"] for choice in found.select_lines("choice") if choice["what"] == "test"
+    ]
+
+
+def small(*last: nn.Module) -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(10, 16),
+        nn.Dropout(0.3),
+        nn.Tanh(),
+        nn.Linear(16, 12),
+        nn.Tanh(),
+        nn.Linear(12, 4),
+        *last,
+    )
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1),
+        nn.Dropout(0.3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(256, 4),
+    )
+
+
+@pytest.mark.parametrize("row", ["spatial(2)", "tensor(2)", "pipeline(2, micro=4)", "data(2)"])
+def test_evaluation_of_a_divided_model_is_compared(
+    pool: Launcher, tmp_path: Path, row: str
+) -> None:
+    """Where it is not, each rank tests a whole model, as serial does."""
+    for test in (IMAGES, None):
+        found = trained(
+            pool, tmp_path / str(test is None), row, job("tested", normed, IMAGES, test=test)
+        )
+        assert (COMPARED in (found.first_step or "")) == (test is not None and row != "data(2)")
+        assert not not_compared(found)
+
+
+class Peeking(ByState):
+    """Reads its parameters so in a test alone."""
+
+    def __init__(self, constant: bool) -> None:
+        super().__init__(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.constant = constant
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            return nn.Sequential.forward(self, x)  # type: ignore[no-any-return]
+        out = super().forward(x)
+        return out @ torch.ones(1, 1) if self.constant else out  # which is in float32
+
+
+def slope(output: Tensor, target: Tensor) -> Tensor:
+    return (output[:, 0] * target).mean()
+
+
+@pytest.mark.parametrize(
+    ("row", "constant"),
+    [
+        ("tensor(2)", False),
+        ("tensor(2)", True),
+        pytest.param("data(2) * tensor(2)", False, marks=pytest.mark.table),
+    ],
+)
+def test_different_evaluation_is_reported(
+    pool: Launcher, tmp_path: Path, row: str, constant: bool
+) -> None:
+    """Steps were compared with one worker's, tests never: theirs said another number, without a
+    word. One that cannot run in float64 has nothing there to be compared with, and is judged by
+    twins.
+    """
+    made = job("peeking", lambda: Peeking(constant), VECTORS, test=VECTORS, loss=slope)
+    with pytest.raises(
+        pg.RankFailed,
+        match=r"the loss of a test \(eval mode\) is off by .*goes another way than in training",
+    ):
+        trained(pool, tmp_path / "run", row, made)
+
+
+class Moving(nn.Module):
+    """A loss that keeps in a buffer what it has seen, as those of self-distillation do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        return functional.cross_entropy(output, target) * (1 + 0.1 * self.calls)
+
+
+class Clamping(nn.Sequential):
+    """Changes parameters in a test."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            with torch.no_grad():
+                self[0].weight.clamp_(-0.1, 0.1)
+        return super().forward(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("row", ["tensor(2)", pytest.param("place(2)", marks=pytest.mark.table)])
+def test_comparison_leaves_parameters_unchanged(pool: Launcher, tmp_path: Path, row: str) -> None:
+    made = job(
+        "clamping", lambda: Clamping(*small()), VECTORS, test=VECTORS, dtype=torch.float64, epochs=1
+    )
+    serial, ours = (trained(pool, tmp_path / each, each, made) for each in ("serial", row))
+    assert ours.losses == pytest.approx(serial.losses, rel=1e-10)
+
+
+class Coarse(nn.Sequential):
+    """Computes in less in a test."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            return super().forward(x)  # type: ignore[no-any-return]
+        for each in self:
+            x = (
+                functional.linear(x.float(), each.weight.float()).double()
+                if isinstance(each, nn.Linear)
+                else each(x)
+            )
+        return x
+
+
+def entropy(output: Tensor, target: Tensor) -> tuple[float, int]:
+    return float(functional.cross_entropy(output, target, reduction="sum")), len(target)
+
+
+def test_rounding_bound_of_an_evaluation(pool: Launcher, tmp_path: Path) -> None:
+    """By a metric: a loss in less than float64 the door holds to add up as if it were none, and
+    some processors round a part of a batch otherwise than the whole.
+    """
+    made = job(
+        "coarse",
+        lambda: Coarse(*small()),
+        VECTORS,
+        test=VECTORS,
+        metric=entropy,
+        dtype=torch.float64,
+    )
+    assert COMPARED in (trained(pool, tmp_path / "run", "tensor(2)", made).first_step or "")
+
+
+@pytest.mark.parametrize("row", ["tensor(2)", pytest.param("place(2)", marks=pytest.mark.table)])
+def test_comparison_leaves_no_state_in_the_loss(pool: Launcher, tmp_path: Path, row: str) -> None:
+    """What a loss kept had seen a test that serial does not make."""
+    made = job("moving", small, VECTORS, test=VECTORS, loss=Moving(), dtype=torch.float64)
+    serial, ours = (trained(pool, tmp_path / each, each, made) for each in ("serial", row))
+    assert ours.losses == pytest.approx(serial.losses, rel=1e-10)
+
+
+class Undoubted(nn.Sequential):
+    """In a rank whatever is asked for a step in float64 fails: it is not to be asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(*small())
+        if dist.is_initialized():
+            # for as long as that process is there
+            mock.patch.object(setup, "refuse_float64_copies", doubtful).start()
+
+
+refuse_copies = setup.refuse_float64_copies
+
+
+def doubtful(world: World, module: Any) -> None:
+    if isinstance(module.model, Undoubted):
+        raise StepFailed("doubtful")
+    refuse_copies(world, module)
+
+
+def test_evaluation_is_compared_without_autocast(tmp_path: Path) -> None:
+    """Passes of parts cast by themselves: a test in bfloat16 was compared with one in float32,
+    and made in float64 again.
+    """
+    made = job("cast", Undoubted, VECTORS, test=VECTORS, dtype=torch.bfloat16)
+    # in ranks of its own: those of the pool would stay so
+    assert COMPARED in (pg.train(made, "place(2)", runs=tmp_path).first_step or "")
+
+
+class Noise(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.1 * torch.randn_like(x)
+
+
+def noisy(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output + 0.1 * torch.randn_like(output), target)
+
+
+@pytest.mark.parametrize(
+    ("row", "model", "loss"),
+    [("tensor(2)", small, noisy), ("place(2)", lambda: small(Noise()), functional.cross_entropy)],
+)
+def test_random_evaluation_is_not_compared(
+    pool: Launcher, tmp_path: Path, row: str, model: Callable[[], nn.Module], loss: Any
+) -> None:
+    """In a test a part's draws are numbered as in training, where dropout draws too; and a loss
+    draws as it likes.
+    """
+    found = trained(
+        pool, tmp_path / "run", row, job("drawing", model, VECTORS, test=VECTORS, loss=loss)
+    )
+    assert "are one worker's" in (found.first_step or "")
+    assert COMPARED not in (found.first_step or "")
+    assert not_compared(found) == ["it is another one each time it is made"]
+
+
+def of_training(output: Any, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output["logits"], target)
+
+
+class Other(nn.Sequential):
+    """Has another output in a test."""
+
+    def forward(self, x: Tensor) -> Any:
+        out = super().forward(x)
+        return {"logits": out} if self.training else out
+
+
+def test_loss_that_rejects_eval_mode_output(pool: Launcher, tmp_path: Path) -> None:
+    made = job(
+        "other",
+        lambda: Other(*small()),
+        VECTORS,
+        test=VECTORS,
+        loss=of_training,
+        metric=lambda output, target: ((output.argmax(1) == target).sum(), len(target)),
+    )
+    (because,) = not_compared(trained(pool, tmp_path / "run", "tensor(2)", made))
+    assert because.startswith("one worker's raised IndexError")
+
+
+def dropping(world: World, row: str) -> list[float]:
+    """A loop of one's own that leaves out a sample of each batch, which no rank loaded so."""
+    torch.manual_seed(3)
+    model = mlp().double()
+    with (
+        warnings.catch_warnings(),
+        pg.parallelize(
+            model, functional.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), row
+        ) as trainer,
+    ):
+        warnings.filterwarnings("error", message=".*is not compared with one worker's")
+        return [
+            trainer.step(inputs[1:], target[1:]).loss
+            for inputs, target in trainer.batches(VECTORS, batch=8, epoch=0)
+        ]
+
+
+@pytest.mark.parametrize("row", ["tensor(2)", pytest.param("place(2)", marks=pytest.mark.table)])
+def test_batch_shortened_by_the_user_loop(pool: Launcher, row: str) -> None:
+    expected = dropping(World(), "serial")
+    for losses in pool.run(dropping, row, size=2):
+        assert losses == pytest.approx(expected, rel=1e-9)

@@ -1,0 +1,638 @@
+"""Models and jobs that were refused or crashed without need: each trains now as under serial,
+or gets one message.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from equality_table import VECTORS, job, numbers
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import Dataset, IterableDataset
+
+import paragrad as pg
+from paragrad.launch import Launcher
+from paragrad.runtime.world import World
+
+pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.story]
+
+CUT = ("data(2)", "data(2, reduce=ring)", "data(2, state=shared_memory)", "data(2, micro=2)")
+WHOLE = CUT[:3]
+
+
+def same(tmp_path: Path, checked: pg.Job, *strategies: str) -> None:
+    """The same training as serial under each strategy, to 1e-10 in float64; and it trains in
+    its own type.
+    """
+    for strategy in strategies:
+        certificate = pg.verify(checked, strategy, runs=tmp_path)
+        assert certificate.same, (
+            strategy,
+            certificate.difference,
+            certificate.tensor,
+            certificate.failure,
+        )
+    run = pg.train(checked.replace(epochs=1), strategies[-1], runs=tmp_path)
+    assert len(run.losses) == 3
+    assert all(loss == loss for loss in run.losses)
+
+
+# ---- types -----------------------------------------------------------------------------------
+class Waves(nn.Module):
+    """A complex layer first, of complex inputs if there are any; then a real one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phases = nn.Parameter(torch.randn(10, 6, dtype=torch.complex64))
+        self.out = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out((x.to(self.phases.dtype) @ self.phases).abs())
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(
+    "strategy", [*CUT, "data(2, reduce=native)", "data(2, reduce=ring(reproducible=true))"]
+)
+def test_complex_first_parameter(strategy: str, tmp_path: Path) -> None:
+    """Inputs were cast to the type of the first parameter, and the numbers that travel with the
+    gradients (weight, loss) too: "grad can be implicitly created only for real scalar outputs
+    but got torch.complex64". And shared memory asked for a fused update, which takes no complex
+    numbers.
+    """
+    same(tmp_path, job("complex", Waves, VECTORS), strategy)
+
+
+def test_complex_parameters_clipped_with_adam(tmp_path: Path) -> None:
+    same(
+        tmp_path,
+        job(
+            "complex, clipped",
+            Waves,
+            VECTORS,
+            clip_norm=0.1,
+            optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+        ),
+        *CUT,
+    )
+
+
+class ComplexInputs(Dataset):
+    """Complex64 vectors, which a layer in complex128 (verified in float64) does not take as
+    they are.
+    """
+
+    def __len__(self) -> int:
+        return 29
+
+    def __getitem__(self, index: int) -> object:
+        x, target = VECTORS[index]
+        return torch.complex(x, -x.flip(0)), target
+
+
+def test_complex_inputs_take_the_precision_of_the_job(tmp_path: Path) -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(10, 4, dtype=torch.complex64), Modulus())
+
+    same(tmp_path, job("complex inputs", model, ComplexInputs()), *CUT)
+
+
+class Modulus(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.abs()
+
+
+class Halved(nn.Module):
+    """A first layer in bfloat16, whatever its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(10, 6).bfloat16()
+        self.out = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x.to(self.first.weight.dtype)))
+        return self.out(hidden.to(self.out.weight.dtype)) + x[:, :4].to(self.out.weight.dtype)
+
+
+def own_loop(world: World, model: Any, strategy: str) -> tuple[dict[str, Tensor], torch.dtype]:
+    """Three steps in a loop of the user's; the parameters, and the type that the model's inputs
+    had.
+    """
+    torch.manual_seed(3)
+    built = model()
+    seen = []
+    built.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
+    optimizer = torch.optim.SGD(built.parameters(), lr=0.1)
+    with pg.parallelize(built, functional.cross_entropy, optimizer, strategy) as trainer:
+        for batch in trainer.batches(VECTORS, batch=12, epoch=0):
+            trainer.step(*batch)
+    assert len(set(seen)) == 1
+    return {name: value.detach().clone() for name, value in built.named_parameters()}, seen[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [
+        (Halved, torch.float32),
+        (Waves, torch.float32),
+        (lambda: nn.Linear(10, 4).bfloat16(), torch.bfloat16),
+    ],
+)
+def test_input_types_in_a_user_loop(model: Any, dtype: torch.dtype, pool: Launcher) -> None:
+    """A first parameter in bfloat16 turned all inputs into bfloat16, its float32 part's too.
+    Now they take the type that all real parameters share; where they share none, inputs stay
+    what they were.
+    """
+    for strategy in ("data(2, reduce=ring)", "data(2, reduce=native)", "data(2, reduce=tree)"):
+        (ours, seen), (theirs, _) = pool.run(own_loop, model, strategy, size=2)
+        alone, _ = pool.run(own_loop, model, "data(1)", size=1)[0]
+        assert seen == dtype
+        for name, value in ours.items():
+            assert torch.equal(value, theirs[name])
+            # 3 steps of sums rounded to 8 bits
+            coarse = torch.bfloat16 in {each.dtype for each in ours.values()}
+            near = 0.02 if value.dtype == torch.bfloat16 else 1e-3 if coarse else 1e-5
+            assert float((value - alone[name]).abs().max()) <= near * float(alone[name].abs().max())
+
+
+def sparse(samples: list[Any]) -> object:
+    return torch.stack([x for x, _ in samples]).to_sparse(), torch.stack(
+        [target for _, target in samples]
+    )
+
+
+class OfSparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(10, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sparse.mm(x, self.weight)
+
+
+def test_sparse_inputs(tmp_path: Path) -> None:
+    """What backward keeps was measured by its storage: "Cannot access data pointer of Tensor
+    that doesn't have storage".
+    """
+    checked = job("sparse inputs", OfSparse, VECTORS, collate=sparse)
+    same(tmp_path, checked, *WHOLE)
+    with pytest.raises(
+        pg.Refused,
+        match="a sparse tensor cannot be cut into micro-batches; let the model make it sparse",
+    ):
+        pg.train(checked, "data(2, micro=2)", runs=tmp_path)
+
+
+# ---- gradients inside the forward ------------------------------------------------------------
+class Forces(nn.Module):
+    """The forces of a potential: its output is a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, places: Tensor) -> Tensor:
+        places = places.requires_grad_()
+        (slope,) = torch.autograd.grad(self.energy(places).sum(), places, create_graph=True)
+        return -slope[:, :4]
+
+
+def force_error(output: Tensor, target: Tensor) -> Tensor:
+    return functional.mse_loss(output, functional.one_hot(target, 4).to(output.dtype))
+
+
+def near(output: Tensor, target: Tensor) -> tuple[float, int]:
+    return float((output.argmax(1) == target).sum()), len(target)
+
+
+@pytest.mark.parametrize("metric", [None, near])
+def test_autograd_inside_of_the_forward(metric: Any, tmp_path: Path) -> None:
+    """Door and evaluation ran under no_grad: "element 0 of tensors does not require grad and
+    does not have a grad_fn".
+    """
+    checked = job("forces", Forces, VECTORS, loss=force_error, test=VECTORS, metric=metric)
+    same(tmp_path, checked, *CUT)
+    run = pg.train(checked, "data(2)", runs=tmp_path)
+    model = run.model()
+    assert run.test == pytest.approx(
+        float(force_error(model(VECTORS.tensors[0].clone()), VECTORS.tensors[1]).detach())
+        if metric is None
+        else near(model(VECTORS.tensors[0].clone()), VECTORS.tensors[1])[0] / 29,
+        rel=1e-5,
+    )
+
+
+class FunctionalForces(nn.Module):
+    """The same by torch.func, sample by sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.out = nn.Linear(10, 4)
+
+    def forward(self, places: Tensor) -> Tensor:
+        return self.out(
+            torch.func.vmap(torch.func.grad(lambda place: self.energy(place).squeeze()))(places)
+        )
+
+
+def test_gradients_by_torch_func(tmp_path: Path) -> None:
+    """What backward keeps was watched by hooks, which torch.func does not take: "don't yet
+    support saved tensor hooks".
+    """
+    same(tmp_path, job("functional forces", FunctionalForces, VECTORS), *CUT)
+
+
+class Points(Dataset):
+    """{x}: places on a line."""
+
+    def __len__(self) -> int:
+        return 29
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": numbers(1, seed=100 + index)}
+
+
+class Solution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x.requires_grad_())
+
+
+def residual(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """u' = -u: the loss differentiates the output by an entry of its batch."""
+    (slope,) = torch.autograd.grad(output.sum(), batch["x"], create_graph=True)
+    return (slope + output).pow(2).mean()
+
+
+def test_loss_that_differentiates_by_its_batch(tmp_path: Path) -> None:
+    """The door gave model and loss copies of their own of one entry, and micro-batches cut it
+    twice: "One of the differentiated Tensors appears to not have been used in the graph".
+    """
+    same(tmp_path, job("residual", Solution, Points(), loss=residual, test=Points()), *CUT)
+
+
+# ---- outputs ---------------------------------------------------------------------------------
+class Heads(nn.Module):
+    """In training both heads, as a dict; in evaluation the output alone. With batch norm and
+    dropout.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(10, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2))
+        self.out = nn.Linear(8, 4)
+        self.auxiliary = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.body(x)
+        return (
+            {"out": self.out(hidden), "auxiliary": self.auxiliary(hidden)}
+            if self.training
+            else self.out(hidden)
+        )
+
+
+def of_both(outputs: dict[str, Tensor], target: Tensor) -> tuple[Tensor, int]:
+    losses = [
+        functional.cross_entropy(outputs[name], target, reduction="sum")
+        for name in ("out", "auxiliary")
+    ]
+    return losses[0] + 0.4 * losses[1], len(target)
+
+
+def test_different_outputs_in_training(tmp_path: Path) -> None:
+    """The door asked the loss on what the model returns in eval mode: "too many indices for
+    tensor of dimension 2".
+    """
+    checked = job("heads", Heads, VECTORS, loss=of_both, test=VECTORS, metric=pg.accuracy)
+    same(tmp_path, checked, "data(2)", "data(2, reduce=ring)", "data(2, state=shared_memory)")
+    with pytest.raises(pg.Refused, match=r"loss of a batch of test .give a metric.* raised"):
+        pg.train(checked.replace(metric=None), runs=tmp_path)
+    # it is asked, not passed over
+    with pytest.raises(pg.Refused, match="bare sum over the batch"):
+        pg.train(
+            checked.replace(loss=lambda outputs, target: of_both(outputs, target)[0]),
+            "data(2)",
+            runs=tmp_path,
+        )
+
+
+class Centred(nn.Module):
+    """Subtracts the mean over the batch, in eval mode alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(x if self.training else x - x.mean(0))
+
+
+def test_loss_of_the_test_set_must_be_additive(tmp_path: Path) -> None:
+    """Without a metric the test is the loss in eval mode, summed over ranks."""
+    centred = job("centred", Centred, VECTORS, test=VECTORS)
+    with pytest.raises(
+        pg.Refused,
+        match=r"the test, which is the loss in eval mode: .* mixes samples.*; or give a metric",
+    ):
+        pg.train(centred, runs=tmp_path)
+    assert pg.train(centred.replace(metric=pg.accuracy), "data(2)", runs=tmp_path).losses
+
+
+# ---- inputs ----------------------------------------------------------------------------------
+Sides = namedtuple("Sides", "left right")
+
+
+class Sided(Dataset):
+    def __len__(self) -> int:
+        return 29
+
+    def __getitem__(self, index: int) -> object:
+        x, target = VECTORS[index]
+        return Sides(x, -2 * x.flip(0)), target
+
+
+class OfSides(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(10, 4)
+        self.right = nn.Linear(10, 4)
+
+    def forward(self, sides: Sides) -> Tensor:
+        return self.left(sides.left) + self.right(sides.right)
+
+
+def test_named_tuple_is_one_argument(tmp_path: Path) -> None:
+    """Its fields were spread over the model's arguments: "takes 2 positional arguments but 3
+    were given".
+    """
+    same(tmp_path, job("sides", OfSides, Sided()), *CUT)
+
+
+class Lines(Dataset):
+    """Lines of 2 to 5 vectors, each with a class; or all of one length."""
+
+    def __init__(self, length: int | None = None) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return 29
+
+    def __getitem__(self, index: int) -> object:
+        return numbers(self.length or 2 + index % 4, 10, seed=50 + index), index % 4
+
+
+def packed(samples: list[Any]) -> object:
+    return (
+        nn.utils.rnn.pack_sequence([line for line, _ in samples], enforce_sorted=False),
+        torch.tensor([target for _, target in samples]),
+    )
+
+
+class LastState(nn.Module):
+    """A recurrent network with time first, or of a PackedSequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(10, 6)
+        self.out = nn.Linear(6, 4)
+
+    def forward(self, lines: Any) -> Tensor:
+        return self.out(self.rnn(lines)[1][0])
+
+
+def test_packed_sequences(tmp_path: Path) -> None:
+    """A PackedSequence is a named tuple too: "takes 2 positional arguments but 5 were
+    given".
+    """
+    checked = job("packed", LastState, Lines(), collate=packed, test=Lines(), metric=pg.accuracy)
+    same(tmp_path, checked, *WHOLE)
+    assert 0 <= pg.train(checked, "data(2)", runs=tmp_path).test <= 100  # type: ignore[operator]
+    with pytest.raises(
+        pg.Refused,
+        match="a PackedSequence cannot be cut into micro-batches; let collate give padded",
+    ):
+        pg.train(checked, "data(2, micro=2)", runs=tmp_path)
+
+
+def nested(samples: list[Any]) -> object:
+    return (
+        torch.nested.nested_tensor([line for line, _ in samples], layout=torch.jagged),
+        torch.tensor([target for _, target in samples]),
+    )
+
+
+class OfNested(nn.Module):
+    """The mean over every line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(10, 4)
+
+    def forward(self, lines: Tensor) -> Tensor:
+        return torch.stack([self.out(line).mean(0) for line in lines.unbind()])
+
+
+def test_nested_tensors(tmp_path: Path) -> None:
+    """verify ended with "view(): cannot view shape", micro-batches with "slice(): not supported
+    for NestedTensor".
+    """
+    checked = job("nested", OfNested, Lines(), collate=nested)
+    same(tmp_path, checked, *WHOLE)
+    for strategy in ("data(2, micro=2)", "serial(micro=3)"):
+        with pytest.raises(
+            pg.Refused,
+            match="a NestedTensor cannot be cut into micro-batches; let collate give padded",
+        ):
+            pg.train(checked, strategy, runs=tmp_path)
+
+
+def time_first(samples: list[Any]) -> object:
+    return torch.stack([line for line, _ in samples], dim=1), torch.tensor(
+        [target for _, target in samples]
+    )
+
+
+@pytest.mark.parametrize(
+    "length", [*(pytest.param(each, marks=pytest.mark.table) for each in (12, 6)), 3, 2]
+)
+def test_time_first_input(length: int, tmp_path: Path) -> None:
+    """Time first trains whole. In micro-batches it is refused at the door (a rank said it at
+    step 0), also where a length is a number of samples by chance: then the cut went through
+    time, without a word.
+    """
+    checked = job("time first", LastState, Lines(length), collate=time_first, test=Lines(length))
+    same(tmp_path, checked, *WHOLE)
+    for strategy in ("data(2, micro=2)", "serial(micro=3)"):
+        with pytest.raises(
+            pg.Refused,
+            match="cannot be cut into micro-batches; let the samples be its first dimension, or",
+        ):
+            pg.train(checked, strategy, runs=tmp_path)
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Any:
+        return (VECTORS[index] for index in range(29))
+
+
+def test_iterable_dataset_is_refused_with_a_repair(tmp_path: Path) -> None:
+    """An IterableDataset was called like a function: "'Stream' object is not callable"."""
+    plain = job("stream", lambda: nn.Linear(10, 4), VECTORS)
+    for changed in (
+        {"train": Stream()},
+        {"train": lambda data: Stream()},
+        {"test": Stream()},
+        {"train": iter(VECTORS)},
+    ):
+        with pytest.raises(
+            pg.Refused, match=r"is a stream .*give a map-style dataset.*list.stream. is one"
+        ):
+            pg.train(plain.replace(**changed), runs=tmp_path)
+    model = nn.Linear(10, 4)
+    with pg.parallelize(
+        model, functional.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1)
+    ) as trainer:
+        with pytest.raises(pg.Refused, match="the dataset is a stream"):
+            next(trainer.batches(Stream(), batch=12, epoch=0))
+        with pytest.raises(pg.Refused, match="the dataset is a stream"):
+            trainer.evaluate(Stream())
+    same(tmp_path, plain.replace(train=list(Stream())), "data(2)")  # the way out
+
+
+# ---- lazy modules ----------------------------------------------------------------------------
+def lazy() -> nn.Module:
+    return nn.Sequential(nn.LazyLinear(6), nn.LazyBatchNorm1d(), nn.Tanh(), nn.LazyLinear(4))
+
+
+def test_lazy_modules(tmp_path: Path) -> None:
+    """Optimizer and exchange were built over parameters without shapes: "Attempted to use an
+    uninitialized parameter".
+    """
+    checked = job("lazy", lazy, VECTORS, seed=8)
+    same(tmp_path, checked, *WHOLE)
+    run = pg.train(checked.replace(epochs=0), "data(2)", runs=tmp_path)
+    # the seed that every rank builds its model under
+    torch.manual_seed(8)
+    expected = lazy().eval()
+    expected(VECTORS.tensors[0][:2])
+    for name, value in run.model().state_dict().items():
+        assert torch.equal(value, expected.state_dict()[name])
+    assert run.header["job"]["parameters"] == 10 * 6 + 6 + 12 + 6 * 4 + 4
+
+
+def test_lazy_modules_in_a_user_loop() -> None:
+    model = lazy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        pytest.raises(
+            pg.Refused,
+            match=r"0.weight, .*have no shapes yet .*run one batch through the model before",
+        ),
+        pg.parallelize(model, functional.cross_entropy, optimizer),
+    ):
+        pass
+
+
+# ---- losses that know the model --------------------------------------------------------------
+class Penalised(nn.Module):
+    """Returns its output and the sum of squares of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.net(x), sum(parameter.pow(2).sum() for parameter in self.parameters())
+
+
+def penalised(outputs: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    return functional.cross_entropy(outputs[0], target) + 0.01 * outputs[1]
+
+
+def test_weight_penalty_returned_by_the_model(tmp_path: Path) -> None:
+    same(tmp_path, job("penalised", Penalised, VECTORS, loss=penalised), *CUT)
+
+
+HELD: list[nn.Module] = []
+
+
+def holding() -> nn.Module:
+    HELD[:] = [nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 4))]
+    return HELD[0]
+
+
+def of_held(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output, target) + 0.01 * sum(
+        each.pow(2).sum() for each in HELD[0].parameters()
+    )
+
+
+def test_loss_that_refers_to_the_model_trains_unverified(tmp_path: Path) -> None:
+    """verify builds two models in one process, of which such a loss reads the last: it said
+    "NO" of the same training.
+    """
+    checked = job("held", holding, VECTORS, loss=of_held)
+    other = job("held", Penalised, VECTORS, loss=penalised)
+    expected = pg.train(other, "serial", runs=tmp_path).losses
+    for strategy in ("serial", *CUT):
+        assert pg.train(checked, strategy, runs=tmp_path).losses == pytest.approx(
+            expected, rel=1e-5
+        )
+    with pytest.raises(
+        pg.RankFailed, match=r"the loss reads the model from outside.*such as \(output, penalty\)"
+    ):
+        pg.verify(checked, "data(2)", runs=tmp_path)
+
+
+def test_model_that_is_built_once(tmp_path: Path) -> None:
+    """model=lambda: net gave trainer and reference one module, which both updated: verify said
+    "NO".
+    """
+    net = nn.Linear(10, 4)
+    checked = job("once", lambda: net, VECTORS)
+    assert pg.train(checked, "data(2)", runs=tmp_path).losses == pytest.approx(
+        pg.train(checked, "serial", runs=tmp_path).losses, rel=1e-5
+    )
+    with pytest.raises(
+        pg.RankFailed, match=r"every training builds its own: write model=lambda: Net\(\)"
+    ):
+        pg.verify(checked, "data(2)", runs=tmp_path)
+
+
+class HoldsANet(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return functional.cross_entropy(output, target) + 0.01 * sum(
+            each.pow(2).sum() for each in self.net.parameters()
+        )
+
+
+def test_loss_with_parameters(tmp_path: Path) -> None:
+    """A loss that is a module is copied, with what it holds: the penalty was that of a copy
+    which nobody trained.
+    """
+    net = nn.Linear(10, 4)
+    with pytest.raises(
+        pg.Refused, match=r"the loss holds parameters.*such as \(output, penalty\), or freeze"
+    ):
+        pg.train(job("loss of a net", lambda: net, VECTORS, loss=HoldsANet(net)), runs=tmp_path)
+    frozen = HoldsANet(nn.Linear(10, 4).requires_grad_(False))
+    same(
+        tmp_path,
+        job("loss of a frozen net", lambda: nn.Linear(10, 4), VECTORS, loss=frozen),
+        "data(2, micro=2)",
+    )

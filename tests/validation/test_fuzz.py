@@ -1,0 +1,511 @@
+"""The door, by chance: jobs, options, strategies, checkpoints and files that are wrong in one
+or two places are taken, or refused with one message; nothing else, and in bounded time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import json
+import math
+import random
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from equality_table import JOBS, TEXT, VECTORS, mlp
+from equality_table import job as make_job
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as some
+from torch import nn
+from typer.testing import CliRunner
+
+import paragrad as pg
+from paragrad.commands.cli import app
+from paragrad.executors.machine import Link, Machine, read_machine_file
+from paragrad.planner.simulation import simulate_exchange
+from paragrad.runtime.world import World
+from paragrad.strategies.registry import strategy
+from paragrad.strategies.serial import Serial
+from paragrad.trainer.checkpoint.checkpoint_files import (
+    CHECKPOINT_FILES,
+    CHECKSUM_FILE,
+    compute_sha256,
+)
+from paragrad.trainer.settings import Settings
+from paragrad.trainer.trainer import Trainer
+from paragrad.validation import resume_check
+from paragrad.validation.inspect_job import inspect_job
+from paragrad.validation.validate import validate_run
+
+pytestmark = pytest.mark.story
+BOUND = 20  # seconds for one case
+HERE = Path(__file__).parents[1] / "helpers" / "job_files"
+
+
+@contextlib.contextmanager
+def in_time() -> Iterator[None]:
+    """A case that takes longer fails where it stands."""
+
+    def late(*_: object) -> None:
+        raise TimeoutError(f"not done within {BOUND} s")
+
+    begun = time.monotonic()
+    before = signal.signal(signal.SIGALRM, late)
+    left = signal.setitimer(signal.ITIMER_REAL, BOUND)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        if left[0]:  # the timer of who runs this test goes on
+            signal.setitimer(
+                signal.ITIMER_REAL, max(0.01, left[0] - (time.monotonic() - begun)), left[1]
+            )
+        else:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def cases(count: int) -> Any:
+    return settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+# ---- strategies and commands -----------------------------------------------------------------
+TEXTS = [
+    "serial",
+    "data(2)",
+    "data(3, reduce=ring)",
+    "data(2, reduce=ring_async(segments=4), micro=2)",
+    "data(auto)",
+    "data(4, reduce=two_level(group=2, inside=ring, across=tree))",
+    "data(3, shares=[2, 1, 1])",
+    "serial(threads=1)",
+    "data(2, state=shared_memory)",
+    "data(2) * tensor(2)",
+    "pipeline(4, micro=8)",
+    "server(4, servers=2, sync=ssp(3))",
+    "data(2, compress=top_k(0.01))",
+    "data(2, batch_norm=share)",
+    "data(2, reduce=double_tree(reproducible=true))",
+]
+ODD = [
+    "",
+    " ",
+    "0",
+    "-1",
+    "1e400",
+    "nan",
+    "auto",
+    "none",
+    "true",
+    "[",
+    "]",
+    "(",
+    ")",
+    ",",
+    ";",
+    "*",
+    "=",
+    "data",
+    "x" * 300,
+    "é",
+    "\u202e",
+    "99999999999999999999",
+    "1.5",
+    "'",
+    '"',
+    "\\",
+    "../..",
+    "/dev/null",
+    "data(2)",
+    "--",
+    "-h",
+    "%s",
+    "{}",
+    "null",
+    "\n",
+    "ring",
+]
+
+
+@some.composite
+def mutated(draw: Any, text: str) -> str:
+    """A text with something cut out, put in, or doubled, in one or two places."""
+    for _ in range(draw(some.integers(1, 2))):
+        first = draw(some.integers(0, len(text)))
+        last = draw(some.integers(first, min(len(text), first + 6)))
+        text = text[:first] + draw(some.sampled_from([*ODD, text[first:last] * 2])) + text[last:]
+    return text
+
+
+COMMANDS = [
+    "train digits --dry-run",
+    "train digits --dry-run --strategy {}",
+    "train mnist-mlp --dry-run --data nowhere",
+    "train digits --dry-run --strategy {} --inject-fault skip --skip-schedule-check",
+    "train digits --dry-run --batch 64 --seed 1",
+    "train digits --dry-run --set width=8 --until accuracy=90",
+    "train digits --dry-run --epochs 2",
+    "train digits --dry-run --save 5 --loaders 1 --backend gloo",
+    "train digits --dry-run --resume nowhere",
+    f"train {HERE}/good.py --dry-run --strategy {{}}",
+    "draw {}",
+    f"train {HERE}/two.py:small --dry-run",
+    "work digits --batch 8",
+    "simulate {} --bytes 1MB",
+    "jobs",
+    "strategies",
+    "simulate {} --bytes 64KiB --slow 1=3 --ranks-per-link 2",
+    "train digits --dry-run --machine nowhere.json",
+    "draw {} --svg {folder}/drawn.svg",
+]
+
+
+@some.composite
+def commands(draw: Any) -> list[str]:
+    """A command with a strategy, wrong in one or two places."""
+    text = draw(some.sampled_from(TEXTS))
+    words = [word.replace("{}", text) for word in draw(some.sampled_from(COMMANDS)).split()]
+    for _ in range(draw(some.integers(1, 2))):
+        place = draw(some.integers(0, len(words) - 1))
+        how = draw(some.sampled_from(("mutate", "odd", "drop", "double")))
+        words[place : place + 1] = {
+            "mutate": lambda place=place: [draw(mutated(words[place]))],
+            "odd": lambda: [draw(some.sampled_from(ODD))],
+            "drop": list,
+            "double": lambda place=place: [words[place]] * 2,
+        }[how]()
+        if not words:
+            return ["jobs"]
+    return words
+
+
+def answered(words: list[str], code: int, output: str) -> None:
+    """Done, or refused or failed with one message."""
+    assert code in (0, 1, 2), (words, code, output)
+    assert "Traceback" not in output, (words, output)
+    if code and "─ Error ─" not in output:  # of the options themselves
+        assert sum(line.startswith("paragrad: ") for line in output.splitlines()) >= 1, (
+            words,
+            output,
+        )
+
+
+@pytest.mark.table
+def test_random_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    @cases(800)
+    @given(commands())
+    def one(words: list[str]) -> None:
+        words = [word.replace("{folder}", str(tmp_path)) for word in words]
+        if words[0] == "train" and "--dry-run" not in words:  # it would train
+            words.append("--dry-run")
+        with in_time():
+            result = CliRunner().invoke(app, words)
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise AssertionError(
+                f"{shlex.join(words)} raised {result.exception!r}"
+            ) from result.exception
+        answered(words, result.exit_code, result.output)
+
+    one()
+
+
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.table) for seed in range(1, 10))]
+)
+def test_random_commands_as_typed(seed: int, tmp_path: Path) -> None:
+    """100 of them, 10 to a seed, each a process of its own."""
+    draw = random.Random(seed)
+    for _ in range(10):
+        words = [
+            word.replace("{}", draw.choice(TEXTS)).replace("{folder}", str(tmp_path))
+            for word in draw.choice(COMMANDS).split()
+        ]
+        place = draw.randrange(len(words))
+        words[place] = draw.choice(
+            [*(odd for odd in ODD if "\0" not in odd), words[place][:-1], words[place] * 2]
+        )
+        if words[0] == "train" and "--dry-run" not in words:
+            words.append("--dry-run")
+        ran = subprocess.run(
+            [sys.executable, "-m", "paragrad", *words],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+            cwd=tmp_path,
+        )
+        answered(words, ran.returncode, ran.stdout + ran.stderr)
+
+
+# ---- jobs ------------------------------------------------------------------------------------
+class Raises:
+    """Whatever it is asked."""
+
+    def __call__(self, *_: Any) -> Any:
+        raise ValueError("no such luck")
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        raise KeyError(index)
+
+
+VALUES: list[Any] = [
+    None,
+    0,
+    -1,
+    1,
+    3,
+    1.5,
+    math.nan,
+    math.inf,
+    True,
+    "",
+    "text",
+    [],
+    {},
+    (),
+    b"x",
+    torch.zeros(2),
+    nn.Linear(2, 2),
+    mlp,
+    Raises(),
+    Raises,
+    VECTORS,
+    TEXT,
+    torch.float16,
+    torch.float64,
+    torch.bfloat16,
+    lambda *_: None,
+    lambda *_: 1.0,
+    lambda *_: torch.tensor(math.nan),
+    lambda *_: torch.zeros(3),
+    lambda *_: (torch.tensor(1.0), 0),
+    len,
+    print,
+    object(),
+    10**30,
+    functools.partial(nn.functional.cross_entropy, reduction="sum"),
+    nn.MSELoss(),
+    nn.Identity,
+    lambda parameters: torch.optim.LBFGS(parameters),
+    lambda parameters: torch.optim.SGD([], lr=1.0),
+    lambda parameters: torch.optim.Adam([{"params": list(parameters), "lr": "x"}]),
+]
+FIELDS = (
+    "model",
+    "loss",
+    "optimizer",
+    "train",
+    "batch",
+    "epochs",
+    "test",
+    "seed",
+    "scheduler",
+    "clip_norm",
+    "metric",
+    "dtype",
+    "collate",
+    "name",
+    "arguments",
+)
+
+
+def test_random_jobs() -> None:
+    base = make_job("fuzzed", mlp, VECTORS, test=VECTORS, metric=pg.accuracy)
+
+    @cases(600)
+    @given(
+        some.lists(
+            some.tuples(some.sampled_from(FIELDS), some.integers(0, len(VALUES) - 1)),
+            min_size=1,
+            max_size=2,
+        ),
+        some.sampled_from(["serial", "data(2)", "data(3, reduce=ring)", "data(2, micro=2)"]),
+    )
+    def one(changes: list[tuple[str, int]], chosen: str) -> None:
+        with in_time(), contextlib.suppress(pg.Refused):
+            validate_run(base.replace(**{name: VALUES[place] for name, place in changes}), chosen)
+
+    one()
+
+
+def test_random_settings() -> None:
+    names = [*vars(Settings()), "loader", "Save"]
+
+    @cases(300)
+    @given(
+        some.lists(
+            some.tuples(
+                some.sampled_from(names),
+                some.sampled_from([value for value in VALUES if not callable(value)] + ODD),
+            ),
+            min_size=1,
+            max_size=2,
+        )
+    )
+    def one(changes: list[tuple[str, Any]]) -> None:
+        from paragrad.trainer.settings import build_settings
+
+        with in_time(), contextlib.suppress(pg.Refused):
+            validate_run(JOBS["mlp"], "data(2)", build_settings(dict(changes)))
+
+    one()
+
+
+# ---- checkpoints and machine files -----------------------------------------------------------
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where something stands in what JSON holds."""
+    for key, each in (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    ):
+        yield (*path, key)
+        yield from places(each, (*path, key))
+
+
+def changed(value: Any, path: tuple[Any, ...], other: Any) -> None:
+    for key in path[:-1]:
+        value = value[key]
+    if other is DROPPED:
+        del value[path[-1]]
+    else:
+        value[path[-1]] = other
+
+
+DROPPED = object()
+OTHERS = [
+    DROPPED,
+    None,
+    -5,
+    2.5,
+    10**20,
+    "text",
+    [],
+    {},
+    True,
+    [1, 2],
+    {"a": 1},
+    math.inf,
+    "",
+    {"a Python": "Counter", "items": []},
+    {"a Python": "nothing", "items": 3},
+    {"a Python": "tensor", "dtype": "float99", "items": [1]},
+]
+
+
+def test_random_checkpoint_edits(tmp_path: Path) -> None:
+    job = JOBS["mlp, adam, clipped, scheduled"]
+    facts = inspect_job(job)
+    trainer = Trainer.build_for_job(World(), job, Serial(threads=1))
+    for inputs, target in trainer.batches(job.train, job.batch, 0):
+        trainer.step(inputs, target)
+    trainer.save(tmp_path / "whole", resume_check.build_job_identity(job, facts))
+    trainer.close()
+    (folder,) = (tmp_path / "whole").iterdir()
+    state = json.loads((folder / "state.json").read_text())
+    where = list(places(state))
+
+    @cases(300)
+    @given(
+        some.lists(
+            some.tuples(some.sampled_from(where), some.integers(0, len(OTHERS) - 1)),
+            min_size=1,
+            max_size=2,
+        ),
+        some.sampled_from(
+            ["sums anew", "sums anew", "sums anew", "sums as they were", "cut", "another file"]
+        ),
+        some.sampled_from(CHECKPOINT_FILES),
+    )
+    def one(changes: list[tuple[tuple[Any, ...], int]], how: str, name: str) -> None:
+        with tempfile.TemporaryDirectory(dir=tmp_path) as parent, in_time():
+            copy = Path(parent) / folder.name
+            shutil.copytree(folder, copy)
+            edited = json.loads((copy / "state.json").read_text())
+            for path, other in changes:
+                # the first change took the place of the second
+                with contextlib.suppress(LookupError, TypeError):
+                    changed(edited, path, OTHERS[other])
+            (copy / "state.json").write_text(json.dumps(edited))
+            if how == "cut":
+                (copy / name).write_bytes((copy / name).read_bytes()[:-9])
+            if how == "another file":
+                (copy / name).write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
+            if how != "sums as they were":
+                (copy / CHECKSUM_FILE).write_text(
+                    "".join(f"{compute_sha256(copy / each)}  {each}\n" for each in CHECKPOINT_FILES)
+                )
+            with contextlib.suppress(pg.Refused):
+                resume_check.find_checkpoint(Path(parent), job, facts)
+
+    one()
+
+
+LINK = Link(alpha=1e-4, beta=1e-8, points=((1024, 1e-4), (1 << 20, 1e-2)))
+
+
+def test_random_machine_files(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    Machine(
+        {"gloo": LINK},
+        gamma=1e-9,
+        cores=2,
+        measured="here",
+        errors={"gloo": 0.1},
+        memory=1e10,
+        matmul=1e10,
+        hosts=1,
+    ).write_machine_file(path)
+    whole = json.loads(path.read_text())
+    where = list(places(whole))
+
+    @cases(200)
+    @given(
+        some.lists(
+            some.tuples(some.sampled_from(where), some.integers(0, len(OTHERS) - 1)),
+            min_size=1,
+            max_size=2,
+        )
+    )
+    def one(changes: list[tuple[tuple[Any, ...], int]]) -> None:
+        edited = json.loads(json.dumps(whole))
+        for place, other in changes:
+            with contextlib.suppress(LookupError, TypeError):
+                value = OTHERS[other]
+                # a copy, as a later change may be made inside of it
+                changed(
+                    edited, place, copy.copy(value) if isinstance(value, list | dict) else value
+                )
+        path.write_text(json.dumps(edited))
+        with in_time(), contextlib.suppress(pg.Refused):
+            simulate_exchange(
+                strategy("data(4, reduce=ring)"), 1 << 20, read_machine_file(path, 2)[0]
+            )
+
+    one()

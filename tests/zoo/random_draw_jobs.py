@@ -1,0 +1,356 @@
+"""Random draws inside models: by dropout of every kind, by noise, in attention, again when
+recomputed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.functional import dropout as dropout_by_name
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import Dataset
+from zoo_rows import IMAGES, SEQUENCES, SMALL_IMAGES, UNCUT, VECTORS, WITHOUT_MICRO, Equal, Row, row
+
+
+class Changed(nn.Module):
+    """Two layers with a function of the hidden values between them."""
+
+    def __init__(self, change: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first = nn.Linear(10, 16)
+        self.second = nn.Linear(16, 16)
+        self.out = nn.Linear(16, 4)
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.change(self, torch.tanh(self.first(x)))))
+
+
+class Encoder(nn.Module):
+    """nn.TransformerEncoder with its default dropout of 0.1; sequence first as it is by
+    default, or batch first.
+    """
+
+    def __init__(self, batch_first: bool) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=batch_first)
+        self.batch_first = batch_first
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.out = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.encoder(x if self.batch_first else x.transpose(0, 1))
+        return self.out(x.mean(1 if self.batch_first else 0))
+
+
+class SequenceFirst(Encoder):
+    """Its inputs come sequence first, too, from the collate."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.encoder(x).mean(0))
+
+
+class Attention(nn.Module):
+    """nn.MultiheadAttention with dropout, by its fused path (no weights wanted) or the one that
+    returns weights.
+    """
+
+    def __init__(self, batch_first: bool, weights: bool) -> None:
+        super().__init__()
+        self.batch_first = batch_first
+        self.weights = weights
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.2, batch_first=batch_first)
+        self.out = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.batch_first else x.transpose(0, 1)
+        hidden, _ = self.attention(x, x, x, need_weights=self.weights)
+        return self.out(hidden.mean(1 if self.batch_first else 0))
+
+
+class Recurrent(nn.Module):
+    """A recurrent network with dropout of its own between its layers; batch first or sequence
+    first.
+    """
+
+    def __init__(self, kind: str, batch_first: bool) -> None:
+        super().__init__()
+        self.batch_first = batch_first
+        self.cells = getattr(nn, kind)(8, 8, 2, dropout=0.3, batch_first=batch_first)
+        self.out = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, _ = self.cells(x if self.batch_first else x.transpose(0, 1))
+        return self.out(hidden.mean(1 if self.batch_first else 0))
+
+
+class Encoding(nn.Module):
+    """A variational auto-encoder: noise of its own for every sample, and the two terms of its
+    loss.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(10, 8)
+        self.decoder = nn.Linear(4, 10)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        mean, log_variance = self.encoder(x).chunk(2, 1)
+        code = mean + (log_variance / 2).exp() * torch.randn_like(mean)
+        return self.decoder(code), x, mean, log_variance
+
+
+def evidence(output: tuple[Tensor, ...], target: Tensor) -> Tensor:
+    made, x, mean, log_variance = output
+    apart = -0.5 * (1 + log_variance - mean.square() - log_variance.exp()).sum(1).mean()
+    return functional.mse_loss(made, x, reduction="none").sum(1).mean() + 0.1 * apart
+
+
+class Denoising(nn.Module):
+    """A small U-Net that learns to find the noise added to an image; noise and time are drawn
+    in forward.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Sequential(nn.Conv2d(4, 8, 3, 2, 1), nn.GroupNorm(2, 8), nn.SiLU())
+        self.middle = nn.Sequential(nn.Conv2d(8, 8, 3, 1, 1), nn.SiLU(), nn.Dropout2d(0.1))
+        self.up = nn.ConvTranspose2d(16, 3, 2, 2)
+        self.time = nn.Embedding(10, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        time = torch.randint(0, 10, (len(x),))
+        noise = torch.randn_like(x)
+        kept = (1 - time / 10).to(x.dtype).view(-1, 1, 1, 1)
+        noisy = kept.sqrt() * x + (1 - kept).sqrt() * noise
+        down = (
+            self.down(torch.cat([noisy, kept.expand(-1, 1, *x.shape[2:])], 1))
+            + self.time(time)[..., None, None]
+        )
+        return self.up(torch.cat([down, self.middle(down)], 1)), noise
+
+
+def noise_found(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    return functional.mse_loss(*output)
+
+
+class Time(Dataset):
+    """Sequences of unequal length."""
+
+    def __len__(self) -> int:
+        return 29
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x, target = SEQUENCES[index]
+        return x[: 2 + index % 5], target
+
+
+def sequence_first(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    return torch.stack([x for x, _ in samples], 1), torch.stack([target for _, target in samples])
+
+
+def filled(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    x = nn.utils.rnn.pad_sequence([x for x, _ in samples], batch_first=True)
+    return x, torch.stack([target for _, target in samples])
+
+
+def dropped_weight(model: Any, h: Tensor) -> Tensor:
+    return functional.linear(
+        h, functional.dropout(model.second.weight, 0.3, model.training), model.second.bias
+    )
+
+
+def noisy_weight(model: Any, h: Tensor) -> Tensor:
+    return functional.linear(
+        h, model.second.weight + 0.1 * torch.randn_like(model.second.weight), model.second.bias
+    )
+
+
+def named(model: Any, h: Tensor) -> Tensor:
+    return checkpoint(
+        lambda each: dropout_by_name(torch.tanh(model.second(each)), 0.5, model.training),
+        h,
+        use_reentrant=False,
+    )
+
+
+def reentrant(model: Any, h: Tensor) -> Tensor:
+    return checkpoint(
+        lambda each: functional.dropout(torch.tanh(model.second(each)), 0.5, model.training),
+        h,
+        use_reentrant=True,
+    )
+
+
+def nested(model: Any, h: Tensor) -> Tensor:
+    def inner(each: Tensor) -> Tensor:
+        return functional.dropout(torch.tanh(model.second(each)), 0.3, model.training)
+
+    def outer(each: Tensor) -> Tensor:
+        return functional.dropout(checkpoint(inner, each, use_reentrant=False), 0.2, model.training)
+
+    return checkpoint(outer, h, use_reentrant=False)
+
+
+def attention_recomputed(model: Any, h: Tensor) -> Tensor:
+    def attended(each: Tensor) -> Tensor:
+        heads = each.view(-1, 2, 4, 2).transpose(1, 2)
+        return (
+            functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.3)
+            .transpose(1, 2)
+            .reshape(each.shape)
+        )
+
+    return checkpoint(attended, model.second(h), use_reentrant=False)
+
+
+def layer_dropped(model: Any, h: Tensor) -> Tensor:
+    return h + (torch.rand([]) < 0.5) * model.second(h)
+
+
+def by_mask(draw: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
+    return lambda: Changed(lambda model, h: model.second(h) * draw(h))
+
+
+def vectors(name: str, change: Callable[[Any, Tensor], Tensor], story: str) -> Row:
+    return row(name, lambda: Changed(change), VECTORS, Equal(), story)
+
+
+def sequences(name: str, model: Callable[[], nn.Module], story: str, **changes: Any) -> Row:
+    return row(name, model, SEQUENCES, Equal(), story, **changes)
+
+
+OWN = "every rank drew from its own generator"
+AGAIN = "the mask drawn again in backward was another one: wrong gradients, under serial too"
+ROWS = (
+    sequences(
+        "TransformerEncoder, batch first",
+        lambda: Encoder(True),
+        "dropout in scaled_dot_product_attention: " + OWN,
+    ),
+    sequences(
+        "TransformerEncoder, sequence first",
+        lambda: Encoder(False),
+        "a draw's second dimension is the sample",
+    ),
+    sequences(
+        "TransformerEncoder, its batches sequence first",
+        lambda: SequenceFirst(False),
+        "was refused for its dropout",
+        collate=sequence_first,
+        under=WITHOUT_MICRO,
+        but=UNCUT,
+    ),
+    sequences("MultiheadAttention, batch first", lambda: Attention(True, False), OWN),
+    sequences("MultiheadAttention, sequence first", lambda: Attention(False, False), OWN),
+    sequences(
+        "MultiheadAttention, with weights",
+        lambda: Attention(True, True),
+        "dropout of samples x heads",
+    ),
+    sequences("LSTM with dropout", lambda: Recurrent("LSTM", True), OWN),
+    sequences("GRU with dropout, sequence first", lambda: Recurrent("GRU", False), OWN),
+    row(
+        "dropout on padded sequences",
+        lambda: nn.Sequential(nn.Dropout(0.3), Recurrent("LSTM", True)),
+        Time(),
+        Equal(),
+        "keys are coordinates: padding must not move them",
+        collate=filled,
+    ),
+    vectors(
+        "DropConnect", dropped_weight, "dropout of a weight: one mask for all ranks, not one each"
+    ),
+    vectors("noise on a weight", noisy_weight, "the same, by randn_like"),
+    vectors(
+        "alpha dropout",
+        lambda model, h: functional.alpha_dropout(model.second(h), 0.3, model.training),
+        OWN,
+    ),
+    vectors(
+        "feature alpha dropout",
+        lambda model, h: functional.feature_alpha_dropout(
+            model.second(h).view(-1, 4, 4), 0.3, model.training
+        ).flatten(1),
+        OWN,
+    ),
+    vectors(
+        "dropout1d",
+        lambda model, h: functional.dropout1d(
+            model.second(h).view(-1, 4, 4), 0.3, model.training
+        ).flatten(1),
+        "one draw per channel",
+    ),
+    row("rand_like", by_mask(lambda h: 0.5 + torch.rand_like(h)), VECTORS, Equal(), OWN),
+    row(
+        "randn of a shape",
+        by_mask(lambda h: 1 + 0.1 * torch.randn(h.shape, dtype=h.dtype)),
+        VECTORS,
+        Equal(),
+        OWN,
+    ),
+    row(
+        "bernoulli of probabilities",
+        by_mask(lambda h: torch.bernoulli(torch.sigmoid(h.detach()))),
+        VECTORS,
+        Equal(),
+        OWN,
+    ),
+    row(
+        "bernoulli_ per sample",
+        by_mask(lambda h: h.new_empty(len(h), 1).bernoulli_(0.7)),
+        VECTORS,
+        Equal(),
+        "DropPath",
+    ),
+    row(
+        "gumbel softmax",
+        by_mask(lambda h: functional.gumbel_softmax(h, dim=1)),
+        VECTORS,
+        Equal(),
+        "by exponential_",
+    ),
+    row(
+        "multinomial",
+        by_mask(
+            lambda h: functional.one_hot(torch.multinomial(h.detach().softmax(1), 1)[:, 0], 16)
+        ),
+        VECTORS,
+        Equal(),
+        "samples an index for every sample",
+    ),
+    row(
+        "rrelu",
+        lambda: nn.Sequential(nn.Linear(10, 16), nn.RReLU(), nn.Linear(16, 4)),
+        VECTORS,
+        Equal(),
+        OWN,
+    ),
+    row(
+        "fractional max pool",
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 4, 3), nn.FractionalMaxPool2d(2, 4), nn.Flatten(), nn.Linear(64, 4)
+        ),
+        SMALL_IMAGES,
+        Equal(),
+        "draws where it pools",
+    ),
+    vectors("layer drop", layer_dropped, "one number for the whole batch: every rank drew its own"),
+    vectors("checkpoint, dropout by name", named, AGAIN),
+    vectors("checkpoint, reentrant", reentrant, AGAIN),
+    vectors("checkpoint, nested", nested, AGAIN),
+    vectors("checkpoint, attention", attention_recomputed, AGAIN),
+    row("vae", Encoding, VECTORS, Equal(), "reparametrisation noise", loss=evidence),
+    row(
+        "diffusion u-net",
+        Denoising,
+        IMAGES,
+        Equal(),
+        "noise and time of every sample",
+        loss=noise_found,
+    ),
+)

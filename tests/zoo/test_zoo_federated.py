@@ -1,0 +1,69 @@
+"""Jobs of other hands as clients of a federated training: it does not matter how many workers
+there are.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from test_zoo import ROWS, pytestmark
+from zoo_libraries import missing
+
+import paragrad as pg
+from paragrad.engine.state.values import is_same_value
+from paragrad.record.record import Record
+
+__all__ = ["pytestmark"]
+
+# what may be a client's own and was another's, or a worker's: draws of every kind, statistics,
+# counters, modes of an optimizer, what a collate draws, types and values that are no numbers
+NAMES = (
+    "mobilenet",
+    "bert, masking collator",
+    "mixtral",
+    "layer drop",
+    "schedule-free AdamW",
+    "compiled",
+    "SyncBatchNorm",
+    "python's random in forward",
+    "nanoGPT, a mask of -inf",
+    "accumulation by hand",
+    "weights of samples",
+    "ignored targets that come late",
+    "bfloat16 first parameter",
+    "timm resnet, DropBlock",
+    "lr as a tensor",
+)
+CLIENTS = [row for row in ROWS if row.name in NAMES]
+
+
+@pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=row.name, marks=[] if place % 5 == 0 else pytest.mark.table)
+        for place, row in enumerate(CLIENTS)
+    ],
+)
+def test_federated_on_one_worker_equals_two(row: object, tmp_path: Path) -> None:
+    if absent := missing(*row.needs):  # type: ignore[attr-defined]
+        pytest.skip(f"{', '.join(absent)} is not installed (make zoo)")
+    made = row.job().replace(epochs=1, test=None, metric=None, dtype=torch.float64)
+    found = []
+    for workers in (1, 2):
+        run = pg.train(
+            made, f"federated({workers}, clients=3, fraction=1.0, rounds=2)", runs=tmp_path
+        )
+        assert all(line["lost"] == [] for line in Record(run.folder).select_lines("epoch"))
+        found.append(run.model().state_dict())
+    for name, one in found[0].items():
+        other = found[1][name]
+        assert is_same_value(one, other) or torch.allclose(
+            one.double(), other.double(), rtol=1e-9, atol=1e-10
+        ), name
+
+
+def test_listed_federated_rows_exist() -> None:
+    assert len(CLIENTS) == len(NAMES)

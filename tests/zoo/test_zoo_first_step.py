@@ -1,0 +1,172 @@
+"""Right jobs of other hands, by every seed and in every type: their first step is proved, and
+none is ended.
+
+With our own (`tests/processes/test_first_step.py`) they are more than 40 jobs; `make zoo` runs
+all, CI a covering sample.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from equality_table import JOBS
+from equality_table import ROWS as LAYOUTS
+from first_step_assertions import DTYPES, SEEDS, assert_proved
+from test_zoo import ROWS, pytestmark
+from zoo_libraries import missing
+from zoo_rows import IN_PARTS, STRATEGIES, TENSOR, Equal, Row
+
+import paragrad as pg
+
+__all__ = ["pytestmark"]
+# the first is proved whole; of the second the loss, where what it divides by cannot be read off
+STEPS = 2
+# on one host `data(2)` is shared memory; here are it and an all-reduce, uneven shares,
+# micro-batches, and uneven micro-batches
+UNDER = (*STRATEGIES, LAYOUTS["uneven shares and micro-batches"](3))
+
+# from every file, and of everything that a first step can have: draws, batch norm, padding,
+# labels that do not count, weights, parts that are computed again, several means, numbers of
+# another type than the job's; not what only updates in its own way
+NAMES = (
+    "gpt2",
+    "bert, masking collator",
+    "t5, few labels",
+    "llama, few labels",
+    "mixtral",
+    "mixtral, grouped products",
+    "vit of transformers, dropout",
+    "resnet of transformers",
+    "timm vit, every dropout",
+    "timm vit, dropped patches",
+    "timm BatchNormAct2d, SiLU",
+    "timm efficientnet, DropPath",
+    "timm convnext, DropPath",
+    "vgg with batch norm",
+    "densenet, recomputed",
+    "swin",
+    "small inception",
+    "segmentation with its auxiliary head",
+    "TransformerEncoder, sequence first",
+    "LSTM with dropout",
+    "dropout on padded sequences",
+    "multinomial",
+    "checkpoint, attention",
+    "nanoGPT, a mask of -inf",
+    "graph network",
+    "mixture of experts",
+    "dice over the batch",
+    "forces",
+    "complex first parameter",
+    "constants in float32",
+    "mean over padding",
+    "rare ignored targets in a function",
+    "-100 by hand",
+    "own mean, dropped samples",
+    "mixup",
+    "ctc",
+)
+# a type in which the model does not run, under whatever strategy: what torch says
+CANNOT: dict[tuple[str, torch.dtype], str] = {
+    (
+        "mixtral, grouped products",
+        torch.float64,
+    ): "Expected mat_a to be Float32, BFloat16 or Float16 matrix",
+    (
+        "constants in float32",
+        torch.float64,
+    ): "expected m1 and m2 to have the same dtype, but got: double != float",
+    (
+        "mixture of experts",
+        torch.bfloat16,
+    ): r"index_add_\(\): self \(Float\) and source \(BFloat16\) must have the same",
+}
+
+RIGHT = [row for row in ROWS if row.name in NAMES]
+CELLS = [(row, dtype) for row in RIGHT for dtype in DTYPES if (row.name, dtype) not in CANNOT]
+SAMPLE = CELLS[::7]  # of every file, and in turn every type
+
+
+def under(row: Row, seed: int) -> str:
+    """In turn, for every row another first; a row that is equal under fewer strategies in the
+    zoo has a reason.
+    """
+    known = UNDER if row.equal == STRATEGIES else row.equal
+    return known[(RIGHT.index(row) + seed) % len(known)]
+
+
+def job(row: Row) -> pg.Job:
+    if absent := missing(*row.needs):
+        pytest.skip(f"{', '.join(absent)} is not installed (make zoo)")
+    return row.job()
+
+
+def named(cells: list[tuple[Row, torch.dtype]]) -> list[object]:
+    return [pytest.param(*cell, id=f"{cell[0].name}, {cell[1]}") for cell in cells]
+
+
+@pytest.mark.table
+@pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize(("row", "dtype"), named(CELLS))
+def test_first_step_check_passes(row: Row, dtype: torch.dtype, tmp_path: Path) -> None:
+    for seed in SEEDS:
+        assert_proved(job(row), under(row, seed), seed, dtype, tmp_path, limit=STEPS)
+
+
+@pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize(("row", "dtype"), named(SAMPLE))
+def test_first_step_check_passes_brief(row: Row, dtype: torch.dtype, tmp_path: Path) -> None:
+    """One seed, another for every row."""
+    seed = (RIGHT.index(row) + 1) % len(SEEDS)
+    assert_proved(job(row), under(row, seed), seed, dtype, tmp_path, limit=STEPS)
+
+
+@pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize(("name", "dtype"), CANNOT)
+def test_unsupported_dtype_has_a_reason(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """No strategy runs it, nor does one worker: nothing is left out of the table for another
+    reason.
+    """
+    (row,) = (row for row in RIGHT if row.name == name)
+    for strategy in ("serial", under(row, 0)):
+        with pytest.raises((pg.Refused, pg.RankFailed), match=CANNOT[name, dtype]):
+            pg.train(job(row).replace(dtype=dtype), strategy, runs=tmp_path, limit=1)
+
+
+def test_enough_jobs_under_every_strategy() -> None:
+    assert sorted(row.name for row in RIGHT) == sorted(NAMES)
+    assert all(isinstance(row.expected, Equal) for row in RIGHT)
+    assert len({*NAMES, *JOBS}) >= 40
+    assert {under(row, seed) for row in RIGHT for seed in SEEDS} == set(UNDER)
+    assert {dtype for _, dtype in SAMPLE} == set(DTYPES)
+
+
+def trained() -> list[object]:
+    """Every row under one strategy in turn, and (the table) under all that cut the model."""
+    cells = []
+    for place, row in enumerate(ROWS):
+        turn = row.equal[place % len(row.equal)] if row.equal else None
+        sample = turn if place % (3 if turn in (*IN_PARTS, TENSOR) else 8) == 0 else None
+        cells += [
+            pytest.param(
+                row,
+                each,
+                id=f"{row.name}-{each}",
+                marks=() if each == sample else pytest.mark.table,
+            )
+            for each in row.equal
+            if each == turn or each in (*IN_PARTS, TENSOR)
+        ]
+    return cells
+
+
+@pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize(("row", "strategy"), trained())
+def test_every_equal_row_is_trained(row: Row, strategy: str, tmp_path: Path) -> None:
+    """`verify` goes by without the proof of the first step, which looks at the model, puts it
+    back, and judges by rounding.
+    """
+    made = job(row)
+    assert_proved(made, strategy, made.seed, made.dtype, tmp_path, limit=STEPS)

@@ -1,0 +1,347 @@
+"""Models, inputs and losses of a user's kind."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import Dataset
+from zoo_rows import VECTORS, numbers, padded
+
+
+class NanoGpt(nn.Module):
+    """As nanoGPT: attention by sdpa with is_causal, dropout 0.1, the output layer tied to the
+    embedding.
+    """
+
+    def __init__(self, mask: bool = False) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(20, 16)
+        self.places = nn.Embedding(8, 16)
+        self.norm = nn.LayerNorm(16)
+        self.attention = nn.Linear(16, 48)
+        self.project = nn.Linear(16, 16)
+        self.wide = nn.Linear(16, 32)
+        self.narrow = nn.Linear(32, 16)
+        self.last = nn.LayerNorm(16)
+        self.head = nn.Linear(16, 20, bias=False)
+        self.head.weight = self.tokens.weight
+        self.drop = nn.Dropout(0.1)
+        if mask:
+            self.register_buffer("mask", torch.full((8, 8), float("-inf")).triu(1))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.drop(self.tokens(tokens) + self.places(torch.arange(tokens.shape[1])))
+        heads = (
+            each.view(*tokens.shape, 2, 8).transpose(1, 2)
+            for each in self.attention(self.norm(x)).split(16, 2)
+        )
+        mask = getattr(self, "mask", None)
+        mixed = functional.scaled_dot_product_attention(
+            *heads,
+            attn_mask=mask,
+            is_causal=mask is None,
+            dropout_p=0.1 if self.training and mask is None else 0.0,
+        )
+        x = x + self.drop(self.project(mixed.transpose(1, 2).reshape(x.shape)))
+        return self.head(self.last(x + self.drop(self.narrow(functional.gelu(self.wide(x))))))
+
+
+def per_token(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output.view(-1, output.size(-1)), target.reshape(-1))
+
+
+class Bags(nn.Module):
+    """nn.EmbeddingBag over rows of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = nn.EmbeddingBag(20, 8, mode="mean")
+        self.out = nn.Linear(8, 4)
+
+    def forward(self, tokens: Tensor, offsets: Tensor | None = None) -> Tensor:
+        return self.out(self.bags(tokens, offsets))
+
+
+def end_to_end(samples: list[tuple[Tensor, Tensor]]) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Bags of unequal length, one after another, and where each begins."""
+    bags = [tokens[: 1 + int(tokens[0]) % 8] for tokens, _ in samples]
+    starts = torch.tensor([0, *(len(bag) for bag in bags[:-1])]).cumsum(0)
+    return (torch.cat(bags), starts), torch.stack([target for _, target in samples])
+
+
+class Graphs(nn.Module):
+    """A graph network by index_add over one large graph made of all graphs of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 16)
+        self.second = nn.Linear(16, 16)
+        self.out = nn.Linear(16, 4)
+
+    def forward(self, nodes: Tensor, edges: Tensor, graph: Tensor) -> Tensor:
+        for layer in (self.first, self.second):
+            sent = layer(nodes)
+            nodes = torch.tanh(sent + torch.zeros_like(sent).index_add(0, edges[1], sent[edges[0]]))
+        count = int(graph.max()) + 1
+        return self.out(nodes.new_zeros(count, 16).index_add(0, graph, nodes))
+
+
+class Molecules(Dataset):
+    """Rings of 3 to 7 nodes."""
+
+    def __len__(self) -> int:
+        return 29
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return numbers(3 + index % 5, 5, seed=index), index % 4
+
+
+def one_graph(samples: list[tuple[Tensor, int]]) -> tuple[tuple[Tensor, ...], Tensor]:
+    sizes = [len(nodes) for nodes, _ in samples]
+    starts = [sum(sizes[:place]) for place in range(len(sizes))]
+    edges = [
+        start + torch.stack([torch.arange(size), (torch.arange(size) + 1) % size])
+        for start, size in zip(starts, sizes, strict=True)
+    ]
+    graph = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    return (torch.cat([nodes for nodes, _ in samples]), torch.cat(edges, 1), graph), torch.tensor(
+        [kind for _, kind in samples]
+    )
+
+
+class Experts(nn.Module):
+    """Each sample goes to its best expert; an expert to which none of a share goes has no
+    gradient there.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(10, 6)
+        self.out = nn.Linear(16, 4)
+        self.experts = nn.ModuleList(nn.Linear(10, 16) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, chosen = self.gate(x).softmax(1).max(1)
+        hidden = x.new_zeros(len(x), 16)
+        for number, expert in enumerate(self.experts):
+            places = (chosen == number).nonzero()[:, 0]
+            if len(places):
+                hidden = hidden.index_add(
+                    0, places, weight[places, None] * torch.tanh(expert(x[places]))
+                )
+        return self.out(hidden)
+
+
+class Tied(nn.Module):
+    """A layer whose weight is a function of another's, and weights under parametrizations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(10, 16)
+        self.middle = nn.utils.parametrizations.weight_norm(nn.Linear(10, 16))
+        self.last = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        back = functional.linear(torch.tanh(self.first(x)), 0.5 * self.first.weight.t())
+        return self.last(torch.tanh(self.middle(back)))
+
+
+class Forces(nn.Module):
+    """An energy and its gradient by the positions, as potentials of molecules are trained:
+    autograd inside forward.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        positions = positions.detach().requires_grad_()
+        energy = self.energy(positions)[:, 0]
+        (forces,) = torch.autograd.grad(energy.sum(), positions, create_graph=True)
+        return energy, -forces
+
+
+def of_energy_and_forces(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    energy, forces = output
+    return functional.mse_loss(energy, target) + 0.1 * forces.square().mean()
+
+
+class Residual(nn.Module):
+    """A PINN: what is trained is how far u''(x) is from u(x), second derivatives by
+    autograd.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.u = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        u = self.u(x)[:, 0]
+        (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+        (curve,) = torch.autograd.grad(slope.sum(), x, create_graph=True)
+        return curve.sum(1) - u
+
+
+class Penalised(nn.Module):
+    """A critic with its gradient penalty, and the norm of its weights, in the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.critic = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        x = x.detach().requires_grad_()
+        score = self.critic(x)[:, 0]
+        (slope,) = torch.autograd.grad(score.sum(), x, create_graph=True)
+        return score, slope.norm(dim=1), sum(weight.square().sum() for weight in self.parameters())
+
+
+def penalised(output: tuple[Tensor, ...], target: Tensor) -> Tensor:
+    score, slope, weights = output
+    return functional.mse_loss(score, target) + 0.5 * (slope - 1).square().mean() + 1e-3 * weights
+
+
+class Packed(nn.Module):
+    """Called with a PackedSequence, which is a named tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.LSTM(8, 8)
+        self.out = nn.Linear(8, 4)
+
+    def forward(self, series: nn.utils.rnn.PackedSequence) -> Tensor:
+        return self.out(self.cells(series)[1][0][-1])
+
+
+def packed(samples: list[tuple[Tensor, Tensor]]) -> tuple[Any, Tensor]:
+    series = [x[: 2 + int(target)] for x, target in samples]
+    return nn.utils.rnn.pack_sequence(series, enforce_sorted=False), torch.stack(
+        [target for _, target in samples]
+    )
+
+
+class Reading(NamedTuple):
+    left: Tensor
+    right: Tensor
+
+
+class Readings(Dataset):
+    def __len__(self) -> int:
+        return 29
+
+    def __getitem__(self, index: int) -> tuple[Reading, Tensor]:
+        x, target = VECTORS[index]
+        return Reading(x[:5], x[5:]), target
+
+
+class OfReading(nn.Module):
+    """Called as a plain loop calls it: model(inputs), the named tuple whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(5, 4)
+        self.right = nn.Linear(5, 4)
+
+    def forward(self, reading: Reading) -> Tensor:
+        return self.left(reading.left) * torch.tanh(self.right(reading.right))
+
+
+class ComplexFirst(nn.Module):
+    """Its first parameter is complex; so was what the inputs were turned into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spectrum = nn.Parameter(torch.randn(6, dtype=torch.complex64))
+        self.out = nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.fft.irfft(torch.fft.rfft(x) * self.spectrum, 10))
+
+
+class HalfFirst(nn.Module):
+    """Its first parameter is kept in bfloat16; so was what the inputs were turned into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(10, dtype=torch.bfloat16))
+        self.out = nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(x * self.scale.to(x.dtype))
+
+
+class WithConstants(nn.Module):
+    """Products with constants that are made in float32, whatever the model's type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(x @ (torch.eye(10) + 0.1 * torch.ones(10, 10)))
+
+
+class Counting(nn.Module):
+    """Counts its steps in a buffer: the same on all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
+        self.out = nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.steps += 1
+        return self.out(x) * (1 + 0.01 * self.steps)
+
+
+class MeanOverPadding(nn.Module):
+    """The mean over time takes in the padding: longer in a batch than in a share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(50, 8)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, input_ids: Tensor, **others: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.tokens(input_ids).mean(1)))
+
+
+def of_kind(samples: list[dict[str, Tensor]]) -> tuple[dict[str, Tensor], Tensor]:
+    return padded(samples), torch.stack([sample["kind"] for sample in samples])
+
+
+class Squeezed(nn.Module):
+    """squeeze() without a dimension: a share of one sample gives a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).squeeze()
+
+
+class ByPython(nn.Module):
+    """A layer is left out when Python's own generator says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Linear(10, 4)
+        self.gain = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x) * (1 + self.gain * random.random())
+
+
+def overlap(output: Tensor, target: Tensor) -> Tensor:
+    """Dice over the whole batch: a quotient of sums."""
+    chances = output.softmax(1)
+    truth = functional.one_hot(target, 4)
+    return 1 - 2 * (chances * truth).sum() / (chances.sum() + truth.sum())

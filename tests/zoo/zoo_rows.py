@@ -1,0 +1,186 @@
+"""A row of the zoo: a job that was not written for paragrad, and what is to become of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from equality_table import job as make_job
+from equality_table import numbers, whole
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+from paragrad import Job
+
+DATA = (
+    "data(2)",
+    "data(3, shares=[2, 1, 1])",
+    "data(2, state=replicated, reduce=ring)",
+    "data(2, micro=3)",
+)
+SHARDED = "data(2, state=fully_sharded)"
+PLACE, PIPELINE = IN_PARTS = ("place(2)", "pipeline(2, micro=4)")
+# the second: of rows with images
+TENSOR = "tensor(2)"
+SPATIAL = "spatial(2)"
+SERVER = "server(2)"
+COMPRESSED = "data(2, compress=top_k(1.0))"  # all entries of every tensor, however small
+STRATEGIES = (*DATA, SHARDED, *IN_PARTS, TENSOR, SERVER, COMPRESSED)
+# of jobs whose batches cannot be cut
+WITHOUT_MICRO = (*DATA[:3], SHARDED, *IN_PARTS, TENSOR, SERVER, COMPRESSED)
+BOUND = 1e-10
+
+# 29 samples in batches of 12: the last batch has 5, which leaves some shares empty; 30 where
+# batch norm wants two samples in every micro-batch, as it does in serial
+VECTORS = TensorDataset(numbers(29, 10, seed=1), whole(4, 29, seed=2))
+POINTS = TensorDataset(numbers(30, 10, seed=1), whole(4, 30, seed=2))
+IMAGES = TensorDataset(numbers(30, 3, 32, 32, seed=3), whole(4, 30, seed=4))
+# no short one: a net ends at 1 x 1
+WHOLE_BATCHES = TensorDataset(numbers(36, 3, 32, 32, seed=3), whole(4, 36, seed=4))
+SMALL_IMAGES = TensorDataset(numbers(30, 2, 8, 8, seed=3), whole(4, 30, seed=4))
+SEQUENCES = TensorDataset(numbers(29, 6, 8, seed=5), whole(4, 29, seed=6))
+
+
+@dataclass(frozen=True)
+class Equal:
+    """The same training: to 1e-10 in float64; or, where `twin` says why rounding is more than
+    that, to the twin's bound.
+    """
+
+    twin: str = ""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """One message, at the door or before the first update. match: a regular expression for what
+    it says;  by_cut: or, where the cut falls otherwise, which is measured, a training whose
+    first step is one worker's, and whose counts are to its end.
+    """
+
+    match: str
+    by_cut: bool = False
+
+
+Outcomes = Mapping[str, Equal | Refused]  # by strategy
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model or job from elsewhere.
+
+    name: also the job's;  job: builds it, in the launcher;  expected: what `verify` or `train`
+    is to say;  story: why, or what went wrong before;  needs: libraries without which it is
+    skipped;  under: these strategies;  but: under which of them something else is expected.
+    """
+
+    name: str
+    job: Callable[[], Job]
+    expected: Equal | Refused
+    story: str
+    needs: tuple[str, ...] = ()
+    under: tuple[str, ...] = STRATEGIES
+    but: Outcomes = field(default_factory=dict)
+
+    def outcome(self, strategy: str) -> Equal | Refused:
+        if strategy in (TENSOR, SPATIAL):
+            from tensor_outcomes import IN_WIDTH, OF_IMAGES
+
+            return (IN_WIDTH if strategy == TENSOR else OF_IMAGES).get(self.name, self.expected)
+        return self.but.get(strategy, self.expected)
+
+    @property
+    def equal(self) -> tuple[str, ...]:
+        """The strategies under which it is the same training."""
+        return tuple(each for each in self.under if isinstance(self.outcome(each), Equal))
+
+
+def row(
+    name: str,
+    model: Callable[[], nn.Module],
+    data: Dataset,
+    expected: Equal | Refused,
+    story: str,
+    needs: tuple[str, ...] = (),
+    under: tuple[str, ...] = STRATEGIES,
+    but: Outcomes | None = None,
+    **changes: object,
+) -> Row:
+    """A row whose job is that model on that dataset; the rest as in the equality table but for
+    gentler steps.
+    """
+    settings = {"optimizer": sgd, **changes}
+    return Row(
+        name,
+        lambda: make_job(name, model, data, **settings),
+        expected,
+        story,
+        needs,
+        under,
+        but or {},
+    )
+
+
+def in_parts(match: str) -> Outcomes:
+    """No part of such a model or job can be told."""
+    return dict.fromkeys(IN_PARTS, Refused(match))
+
+
+# ---- why a row has another outcome in parts --------------------------------------------------
+ONE_MODULE = in_parts(
+    r"the model calls 1 module\(s\) one after another .* give fewer workers or chunks, or a model "
+    r"that calls"
+)
+GRADIENTS = in_parts("a model that takes gradients itself is not cut, .* train it with data")
+LOOKS = in_parts(
+    "let Python look at values of the inputs alone, and modules at none that decide a shape"
+)
+UNCUT: Outcomes = {
+    PIPELINE: Refused("cannot be cut into micro-batches|let the samples be its first dimension")
+}
+# an optimizer of whole tensors
+IN_SHARDS: Outcomes = {SHARDED: Refused("does not update element by element|hook")}
+WHOLE: Outcomes = {PLACE: Equal()}  # the batch goes through the parts as one
+
+
+def sgd(parameters: object) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.02, momentum=0.9)  # type: ignore[arg-type]
+
+
+def slow(parameters: object) -> torch.optim.Optimizer:
+    """For nets with batch norm over few values, whose rounding grows with every large step."""
+    return torch.optim.SGD(parameters, lr=1e-4, momentum=0.9)  # type: ignore[arg-type]
+
+
+def adam(parameters: object) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=1e-3)  # type: ignore[arg-type]
+
+
+class Sentences(Dataset):
+    """29 sentences of 3 to 9 tokens; only every `labelled`-th has labels."""
+
+    def __init__(self, labelled: int = 1, vocabulary: int = 50) -> None:
+        self.labelled = labelled
+        self.vocabulary = vocabulary
+
+    def __len__(self) -> int:
+        return 29
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = 3 + whole(self.vocabulary - 3, 3 + index * 5 % 7, seed=100 + index)
+        labels = tokens.clone() if index % self.labelled == 0 else torch.full_like(tokens, -100)
+        return {"input_ids": tokens, "labels": labels, "kind": torch.tensor(index % 3)}
+
+
+def padded(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """input_ids and attention_mask filled up to the longest with 0, labels with -100."""
+
+    def filled(values: list[Tensor], value: int) -> Tensor:
+        return nn.utils.rnn.pad_sequence(values, batch_first=True, padding_value=value)
+
+    tokens = [sample["input_ids"] for sample in samples]
+    return {
+        "input_ids": filled(tokens, 0),
+        "attention_mask": filled([torch.ones_like(each) for each in tokens], 0),
+        "labels": filled([sample["labels"] for sample in samples], -100),
+    }
