@@ -11,8 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import example_commands
 import pytest
-import test_examples
 
 pytestmark = pytest.mark.story
 
@@ -118,7 +118,7 @@ def bare(command: str) -> str:
     return re.sub(r"\s{2,}#.*", "", command)
 
 
-IN_EXAMPLES = {bare(line) for _, line in test_examples.COMMANDS}  # typed by that file
+IN_EXAMPLES = {bare(line) for _, line in example_commands.COMMANDS}  # typed by that file
 COMMANDS = {page: [line for name, line in told(page) if not name] for page in PAGES}
 
 

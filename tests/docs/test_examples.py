@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import shlex
 import shutil
@@ -11,33 +10,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from example_commands import COMMANDS, EXAMPLES
 
 pytestmark = pytest.mark.story
 
-ROOT = Path(__file__).parents[2]
-EXAMPLES = ROOT / "examples"
 PROGRAMS = {
     "paragrad": [sys.executable, "-m", "paragrad"],
     "python": [sys.executable],
     "torchrun": [sys.executable, "-m", "torch.distributed.run"],
 }
-ELSEWHERE = {"mpirun", "srun"}  # in tests of joining a world
-
-
-def typed(path: Path) -> list[str]:
-    """The commands of a file's first lines."""
-    told = ast.get_docstring(ast.parse(path.read_text()), clean=False) or ""
-    return [line.strip() for line in re.findall(r"^    (\w+ .*)$", told, re.MULTILINE)]
-
-
-COMMANDS = [
-    (path.name, line)
-    for path in sorted(EXAMPLES.glob("*.py"))
-    for line in typed(path)
-    if line.split()[0] not in ELSEWHERE
-]
-
-
 # long ones, in `make table`; of their files a shorter line is in CI, and test_checkpoint.py
 # resumes as resume.py does
 LONG = {

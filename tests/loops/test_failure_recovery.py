@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import torch
 from equality_table import IMAGES, VECTORS, job, mlp, normed_cnn
-from test_server import JOB, Told, frames, push, said, server
-from test_shared_memory import Averaging
+from server_messages import JOB, Told, frames, push, said, server
 from torch import Tensor, nn
 from torch.nn import functional
+from unusual_optimizers import Averaging
 
 import paragrad as pg
 from paragrad.loops import failure_recovery

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_server import Desk, applied, frames
+from server_messages import Desk, applied, frames
 
 import paragrad as pg
 from paragrad.errors import Refused

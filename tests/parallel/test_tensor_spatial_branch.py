@@ -32,6 +32,7 @@ from equality_table import (
     numbers,
     whole,
 )
+from state_models import ByState
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -595,16 +596,6 @@ def test_module_that_torch_cannot_copy_is_refused_at_start() -> None:
         match=r"cannot be copied, as a cut wants it: .*parametrizations\.weight_norm, not",
     ):
         validate_run(made, "tensor(2)", Settings())
-
-
-class ByState(nn.Sequential):
-    """Reads its parameters by a way that nobody looks at."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (
-            super().forward(x)
-            + self.state_dict(keep_vars=True)["0.weight"].detach().square().mean()
-        )  # type: ignore[no-any-return]
 
 
 def test_unsupported_control_flow_is_reported_with_its_cause(

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from equality_table import VECTORS, mlp
 from equality_table import job as make_job
-from test_training import Breaks
+from failing_models import Breaks
 
 import paragrad as pg
 from paragrad.commands.train import train_on_ranks

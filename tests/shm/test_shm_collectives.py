@@ -9,6 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from shm_values import LONG, same, values
 from torch import Tensor
 
 from paragrad.launch import Launcher
@@ -25,18 +26,6 @@ DTYPES = (
     torch.int8,
     torch.uint8,
 )
-LONG = 1_200_001  # float32: more than two areas, and an odd number
-
-
-def values(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Small whole numbers, other ones on every rank: every sum is exact in every type."""
-    count = torch.Size(shape).numel()
-    return ((torch.arange(count) * (rank + 1) + 3 * rank) % 5).to(dtype).view(shape)
-
-
-def same(found: Tensor, wanted: Tensor) -> None:
-    assert found.dtype == wanted.dtype
-    assert torch.equal(found, wanted), (found, wanted)
 
 
 # ---- all_reduce ------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from test_shm_collectives import LONG, same, values
+from shm_values import LONG, same, values
 
 from paragrad.launch import Launcher
 from paragrad.runtime.world import World

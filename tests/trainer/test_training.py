@@ -14,6 +14,7 @@ import pytest
 import torch
 from equality_table import JOBS, VECTORS, resolved, whole
 from equality_table import job as make_job
+from failing_models import Breaks
 from first_step_assertions import LSTM_IN_BFLOAT16, NO_LSTM
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -298,22 +299,6 @@ def leaves_during_backward(world: World, overlap: bool) -> bool:
     finally:
         BucketQueue._reduce_vector = play  # type: ignore[method-assign]
     return seen == [True]
-
-
-class Breaks(nn.Module):
-    """Divides by zero in its middle layer from the fourth call in training on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(10, 8)
-        self.middle = nn.Linear(8, 8)
-        self.last = nn.Linear(8, 4)
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += self.training
-        scale = float("inf") if self.calls > 3 else 1.0
-        return self.last(self.middle(self.first(x) * scale))
 
 
 def test_non_finite_loss_names_rank_step_and_tensor(pool: Launcher, tmp_path: Path) -> None:

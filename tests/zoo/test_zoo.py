@@ -11,14 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import random_draw_jobs
-import refused_jobs
-import timm_jobs
 import torch
-import torchvision_jobs
-import training_jobs
-import transformers_jobs
-import unusual_jobs
+from all_rows import LIBRARY_WARNINGS, ROWS
 from equality_table import however_small
 from models_page import Line
 from tensor_outcomes import IN_WIDTH, OF_IMAGES
@@ -39,23 +33,11 @@ from zoo_rows import (
 import paragrad as pg
 from paragrad.launch import Launcher
 
-ROWS: tuple[Row, ...] = (
-    *transformers_jobs.ROWS,
-    *timm_jobs.ROWS,
-    *torchvision_jobs.ROWS,
-    *random_draw_jobs.ROWS,
-    *unusual_jobs.ROWS,
-    *training_jobs.ROWS,
-    *refused_jobs.ROWS,
-)
+pytestmark = LIBRARY_WARNINGS
+
 WITH_IMAGES = [row for row in ROWS if row.name in OF_IMAGES]
 CELLS = [(row, strategy) for row in ROWS for strategy in row.under] + [
     (row, SPATIAL) for row in WITH_IMAGES
-]
-# what these libraries have to say of themselves is no matter of ours
-pytestmark = [
-    pytest.mark.filterwarnings(f"ignore:::{library}.*")
-    for library in ("transformers", "timm", "torchvision", "huggingface_hub", "torch")
 ]
 
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from all_rows import LIBRARY_WARNINGS, ROWS, STEPS, job
 from first_step_assertions import assert_proved
-from test_zoo import ROWS, pytestmark
-from test_zoo_first_step import STEPS, job
 from zoo_rows import IN_PARTS, Row
 
 from paragrad.datasets.loading import clone_batch, convert_batch, separate_target
@@ -18,7 +17,7 @@ from paragrad.jobs.job import CPU, open_dataset
 from paragrad.jobs.loss import call_model
 from paragrad.parallel.tracing.cut_points import find_cut_points
 
-__all__ = ["pytestmark"]
+pytestmark = LIBRARY_WARNINGS
 
 
 @pytest.mark.table

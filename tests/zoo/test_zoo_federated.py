@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_zoo import ROWS, pytestmark
+from all_rows import LIBRARY_WARNINGS, ROWS
 from zoo_libraries import missing
 
 import paragrad as pg
 from paragrad.engine.state.values import is_same_value
 from paragrad.record.record import Record
 
-__all__ = ["pytestmark"]
+pytestmark = LIBRARY_WARNINGS
 
 # what may be a client's own and was another's, or a worker's: draws of every kind, statistics,
 # counters, modes of an optimizer, what a collate draws, types and values that are no numbers

@@ -11,18 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from all_rows import LIBRARY_WARNINGS, ROWS, STEPS, job
 from equality_table import JOBS
 from equality_table import ROWS as LAYOUTS
 from first_step_assertions import DTYPES, SEEDS, assert_proved
-from test_zoo import ROWS, pytestmark
-from zoo_libraries import missing
 from zoo_rows import IN_PARTS, STRATEGIES, TENSOR, Equal, Row
 
 import paragrad as pg
 
-__all__ = ["pytestmark"]
-# the first is proved whole; of the second the loss, where what it divides by cannot be read off
-STEPS = 2
+pytestmark = LIBRARY_WARNINGS
+
 # on one host `data(2)` is shared memory; here are it and an all-reduce, uneven shares,
 # micro-batches, and uneven micro-batches
 UNDER = (*STRATEGIES, LAYOUTS["uneven shares and micro-batches"](3))
@@ -95,12 +93,6 @@ def under(row: Row, seed: int) -> str:
     """
     known = UNDER if row.equal == STRATEGIES else row.equal
     return known[(RIGHT.index(row) + seed) % len(known)]
-
-
-def job(row: Row) -> pg.Job:
-    if absent := missing(*row.needs):
-        pytest.skip(f"{', '.join(absent)} is not installed (make zoo)")
-    return row.job()
 
 
 def named(cells: list[tuple[Row, torch.dtype]]) -> list[object]:

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from equality_table import IMAGES, VECTORS, job, mlp, normed_cnn, resolved
-from test_local_sgd import seen
+from equality_table import IMAGES, VECTORS, job, mlp, normed_cnn, resolved, seen
 from torch import Tensor, nn
 from torch.nn import functional
 

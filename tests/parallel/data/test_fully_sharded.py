@@ -16,10 +16,10 @@ from unittest import mock
 import pytest
 import torch
 from equality_table import JOBS, VECTORS, TiedLstm, adam, job, mlp, numbers, resolved, whole
-from test_shared_memory import Averaging, Langevin, NormedSgd
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import TensorDataset
+from unusual_optimizers import Averaging, Langevin, NormedSgd
 
 from paragrad import Job, RankFailed, Refused, parallelize, train
 from paragrad.datasets.loading import separate_target

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from equality_table import VECTORS, whole
+from equality_table import VECTORS, found, whole
 from equality_table import job as make_job
-from test_pipeline_training import found
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset

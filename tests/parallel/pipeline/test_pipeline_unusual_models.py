@@ -12,9 +12,8 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
-from equality_table import VECTORS, mlp, numbers, resolved, whole
+from equality_table import VECTORS, found, mlp, numbers, resolved, whole
 from equality_table import job as make_job
-from test_pipeline_training import found
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 

@@ -27,6 +27,7 @@ import numpy
 import pytest
 import torch
 from equality_table import IMAGES, VECTORS, deep, job, mlp, normed_cnn
+from server_messages import JOB, Desk, Told, applied, frames, push, said, server, vectors
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Subset
@@ -55,93 +56,11 @@ from paragrad.parallel.server.request_handler import ALREADY_APPLIED, APPLIED, R
 from paragrad.parallel.server.shard import ServerShard
 from paragrad.parallel.server.shared_buffer import SharedBuffer
 from paragrad.parallel.server.sockets import PIECE_BYTES, Listener, join_vector_frames
-from paragrad.parallel.server.work_queue import LATE, TEST, TRAIN, Ticket, WorkQueue
+from paragrad.parallel.server.work_queue import LATE, TEST, TRAIN, Ticket
 from paragrad.record.record import Record, read_lines
 from paragrad.validation.validate import validate_run
 
-JOB = 77
-
-
-class Told:
-    """In the place of a socket: what a server answers."""
-
-    def __init__(self) -> None:
-        self.answers: list[tuple[bytes, Header, str]] = []
-        self.address = Address("ipc://a place of this host")
-
-    def send_answer(self, whose: bytes, header: Header, *rest: Any) -> None:
-        self.answers.append(
-            (whose, header, rest[0].decode() if header.kind == MessageType.REFUSED else "")
-        )
-
-
-def server(text: str, listening: Any = None) -> RequestHandler:
-    """Of a server that has all of 60 parameters in two tensors, under SGD with a rate of 1."""
-    chosen: Any = pg.strategy(text)
-    model = nn.Sequential(
-        nn.Linear(10, 5, dtype=torch.float64), nn.Linear(5, 1, dtype=torch.float64, bias=False)
-    )
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(1.0)
-    names, tensors = zip(*model.named_parameters(), strict=True)
-    slot = VectorSlot(
-        torch.float64,
-        tuple(ParameterRange(index, 0, each.numel()) for index, each in enumerate(tensors)),
-    )
-    replica = Replica(
-        LossModule(model, functional.mse_loss),
-        torch.optim.SGD(model.parameters(), lr=1.0),
-        full_batch=12,
-    )
-    return RequestHandler(
-        ServerShard(chosen, replica, [slot], list(names), list(tensors), 12),
-        listening or Told(),
-        JOB,
-    )
-
-
-def frames(header: Header | bytes, *rest: bytes, whose: bytes = b"w0") -> list[Any]:
-    first = header if isinstance(header, bytes) else header.pack_header()
-    return [
-        SimpleNamespace(bytes=each, buffer=memoryview(bytearray(each)))
-        for each in (whose, first, *rest)
-    ]
-
-
 HANDED = 6.0, 2.0, 0.0, 6.0  # of a share that was handed out to one of two workers
-
-
-def push(
-    value: float = 1.0,
-    elements: int = 60,
-    marks: bytes = b"\1\1\1",
-    dtype: torch.dtype = torch.float64,
-    whose: bytes = b"w0",
-    **more: Any,
-) -> list[Any]:
-    vector = torch.full((elements,), value, dtype=dtype)
-    header = Header(
-        **{
-            "kind": MessageType.PUSH,
-            "job": JOB,
-            "sender": 1,
-            "shares": 2,
-            "dtype": dtype,
-            "elements": elements,
-            "numbers": (6.0, 3.0, 0.0, 6.0, 6.0),
-            **more,
-        }
-    )
-    return frames(header, marks, bytes(view_bytes(vector)), whose=whose)
-
-
-def said(served: RequestHandler, message: list[Any]) -> str:
-    """Why a message was refused, or nothing."""
-    told: Any = served.listener
-    before = len(told.answers)
-    served.handle_message(message)
-    return "".join(why for _, _, why in told.answers[before:])
 
 
 def step(served: RequestHandler) -> None:
@@ -626,35 +545,6 @@ def test_stopped_worker_restarts_its_time_limit(monkeypatch: pytest.MonkeyPatch)
 
 
 # ---- the queue -------------------------------------------------------------------------------
-class Desk:
-    """An office and its workers, without sockets."""
-
-    def __init__(
-        self, bound: int | None = None, wanted: int | None = None, limit: float = 100.0
-    ) -> None:
-        self.heard: list[Ticket] = []
-        self.office = WorkQueue(
-            JOB, bound, wanted, limit, lambda number, ticket, said: self.heard.append(ticket)
-        )
-        self.given: dict[int, Ticket] = {}
-        self.calls = itertools.count(1)
-
-    def send_answer(self, whose: bytes, header: Header, text: bytes) -> None:
-        self.given[int(whose)] = Ticket(**json.loads(text))
-
-    def asks(self, number: int, **said: Any) -> Ticket | None:
-        """A worker has done what it had, and asks for more."""
-        done = self.given.pop(number, None)
-        text = json.dumps([number, done and done.__dict__, said]).encode()
-        message = frames(
-            Header(MessageType.NEXT, JOB, call=next(self.calls)), text, whose=str(number).encode()
-        )
-        self.office.handle_message(self, message)  # type: ignore[arg-type]
-        self.office.hand_out_tickets(self)  # type: ignore[arg-type]
-        return self.given.get(number)
-
-    def give(self, count: int) -> None:
-        self.office.add_tickets(Ticket(TRAIN, number) for number in range(count))
 
 
 def test_no_worker_exceeds_the_staleness_bound() -> None:
@@ -786,24 +676,10 @@ def test_invalid_request_is_refused() -> None:
 
 
 # ---- trainings -------------------------------------------------------------------------------
-def vectors(**changes: Any) -> pg.Job:
-    return job("vectors", mlp, VECTORS, test=VECTORS, metric=pg.accuracy).replace(
-        **{"epochs": 3, **changes}
-    )
 
 
 def halving(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-
-
-def applied(run: pg.Run) -> list[int]:
-    """Samples that each server applied or lost."""
-    record = Record(run.folder)
-    return [
-        line["samples"] + line["lost"]["samples"]
-        for rank in range(len(record.ranks))
-        for line in record.select_lines("server", rank)
-    ]
 
 
 @pytest.mark.parametrize(

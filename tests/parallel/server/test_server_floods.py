@@ -26,7 +26,7 @@ import torch
 import zmq
 import zmq.utils.monitor
 from equality_table import VECTORS, job
-from test_server import JOB, Told, frames, push, server
+from server_messages import JOB, Told, frames, push, server
 from torch import nn
 
 import paragrad as pg

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_server import JOB, Told, applied, frames, push, server, vectors
+from server_messages import JOB, Told, applied, frames, push, server, vectors
 
 import paragrad as pg
 from paragrad.errors import StepFailed

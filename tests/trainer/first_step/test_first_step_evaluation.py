@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from equality_table import IMAGES, VECTORS, job, mlp
-from test_tensor_spatial_branch import ByState
+from state_models import ByState
 from torch import Tensor, nn
 from torch.nn import functional
 

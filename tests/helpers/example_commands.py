@@ -1,0 +1,25 @@
+"""The commands that the files of `examples/` name in their first lines."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+ELSEWHERE = {"mpirun", "srun"}  # in tests of joining a world
+
+
+def typed(path: Path) -> list[str]:
+    """The commands of a file's first lines."""
+    told = ast.get_docstring(ast.parse(path.read_text()), clean=False) or ""
+    return [line.strip() for line in re.findall(r"^    (\w+ .*)$", told, re.MULTILINE)]
+
+
+COMMANDS = [
+    (path.name, line)
+    for path in sorted(EXAMPLES.glob("*.py"))
+    for line in typed(path)
+    if line.split()[0] not in ELSEWHERE
+]

@@ -1,0 +1,73 @@
+"""Optimizers with a step or a state of an unusual kind."""
+
+from __future__ import annotations
+
+import random
+
+import numpy
+import torch
+
+
+class NormedSgd(torch.optim.SGD):
+    """A subclass of an elementwise optimizer that looks at whole tensors: it must not be
+    cut.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.div_(parameter.grad.norm() + 1e-3)
+        super().step()
+
+
+class Averaging(torch.optim.Optimizer):
+    """SGD whose eval mode puts the mean of all parameters so far in their place: schedule-free
+    in ten lines.
+    """
+
+    def __init__(self, parameters: object, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr, "count": 0, "training": True})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            assert group["training"], "step in eval mode"
+            group["count"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
+                    parameter.sub_(group["lr"] * parameter.grad)
+                    mean.lerp_(parameter, 1 / group["count"])
+
+    def train(self) -> None:
+        self._swap(True)
+
+    def eval(self) -> None:
+        self._swap(False)
+
+    @torch.no_grad()
+    def _swap(self, training: bool) -> None:
+        for group in self.param_groups:
+            swapped = group["training"] != training
+            group["training"] = training
+            for parameter in group["params"]:
+                if swapped and "mean" in self.state[parameter]:
+                    kept = parameter.clone()
+                    parameter.copy_(self.state[parameter]["mean"])
+                    self.state[parameter]["mean"].copy_(kept)
+
+
+class Langevin(torch.optim.SGD):
+    """SGD with noise, of whatever generator: samples of a posterior."""
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                noise = torch.randn_like(parameter) * random.random() + torch.from_numpy(
+                    numpy.random.randn(*parameter.shape)
+                )
+                parameter.add_(0.01 * noise)

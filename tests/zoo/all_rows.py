@@ -1,0 +1,39 @@
+"""All rows of the zoo, and what its test files share."""
+
+from __future__ import annotations
+
+import pytest
+import random_draw_jobs
+import refused_jobs
+import timm_jobs
+import torchvision_jobs
+import training_jobs
+import transformers_jobs
+import unusual_jobs
+from zoo_libraries import missing
+from zoo_rows import Row
+
+import paragrad as pg
+
+ROWS: tuple[Row, ...] = (
+    *transformers_jobs.ROWS,
+    *timm_jobs.ROWS,
+    *torchvision_jobs.ROWS,
+    *random_draw_jobs.ROWS,
+    *unusual_jobs.ROWS,
+    *training_jobs.ROWS,
+    *refused_jobs.ROWS,
+)
+# what these libraries have to say of themselves is no matter of ours
+LIBRARY_WARNINGS = [
+    pytest.mark.filterwarnings(f"ignore:::{library}.*")
+    for library in ("transformers", "timm", "torchvision", "huggingface_hub", "torch")
+]
+# the first is proved whole; of the second the loss, where what it divides by cannot be read off
+STEPS = 2
+
+
+def job(row: Row) -> pg.Job:
+    if absent := missing(*row.needs):
+        pytest.skip(f"{', '.join(absent)} is not installed (make zoo)")
+    return row.job()
