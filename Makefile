@@ -1,4 +1,4 @@
-# make demo    set everything up and run the main job          make check   style, types and pure tests, under a minute
+# make demo    set everything up and run the main job          make check   style, types, structure and pure tests, under a minute
 # make test    set everything up and pass all tests            make table   all tests but the zoo: the whole tables
 # make system  Debian packages that some tests use             make clean   remove what make made
 # make zoo     models from elsewhere, all of them: writes docs/models.md (over an hour)
@@ -18,7 +18,7 @@ check: .venv/ready
 	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/ruff format --check --quiet src tests benchmarks examples
 	$(BIN)/mypy
-	$(BIN)/pytest tests/pure -m "not table and not story"
+	$(BIN)/pytest -m "pure and not table and not story" --numprocesses 2 --dist worksteal
 
 # types are checked beside the tests
 test: .venv/ready
@@ -33,18 +33,18 @@ sample:
 	$(BIN)/pytest -m "not table and not story" --numprocesses 2 --dist worksteal
 
 table: .venv/ready
-	$(BIN)/pytest tests/pure tests/processes tests/network --timeout 300
+	$(BIN)/pytest --timeout 300
 
 # the page is written also where rows are not as expected, and says which
 zoo: .venv/zoo
-	PARAGRAD_MODELS_PAGE=docs/models.md $(BIN)/pytest tests/zoo --ignore tests/zoo/test_every_cut.py --timeout 300 --numprocesses 2 --dist worksteal
+	PARAGRAD_MODELS_PAGE=docs/models.md $(BIN)/pytest tests/zoo --ignore tests/zoo/test_zoo_cut_points.py --timeout 300 --numprocesses 2 --dist worksteal
 
 cuts: .venv/zoo
-	$(BIN)/pytest tests/zoo/test_every_cut.py --timeout 1800 --numprocesses 2 --dist worksteal
+	$(BIN)/pytest tests/zoo/test_zoo_cut_points.py --timeout 1800 --numprocesses 2 --dist worksteal
 
 # what they cover: the command line, files, downloads, drawings, pages, the records and ranks of a training
-COVERING := $(addprefix tests/pure/test_,digits.py pages.py profile.py record.py) \
-            $(addprefix tests/processes/test_,cli.py datasets.py job_files.py)
+COVERING := $(addprefix tests/,commands/test_cli.py datasets/test_datasets.py benchmarks/test_benchmark_pages.py \
+              jobs/test_digits.py jobs/test_job_files.py planner/test_profile.py record/test_record.py)
 
 # environments of one run: bytecode is made of what is imported, not of all of torch
 versions: lowest newest

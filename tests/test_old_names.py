@@ -19,6 +19,8 @@ from paragrad.engine.passes import RENAMED_PASSES_MEMBERS, Passes
 from paragrad.parallel.compression.codec import RENAMED_CODEC_MEMBERS
 from paragrad.trainer.settings import RENAMED, Settings
 
+pytestmark = pytest.mark.pure
+
 JOB = pg.job("digits")
 FAMILIES = (pg.Strategy, pg.AllReduce, pg.PipelineSchedule, pg.Compressor)
 SGD = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)

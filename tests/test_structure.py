@@ -34,6 +34,8 @@ import paragrad
 from paragrad.strategies.compressors import Compressor
 from paragrad.strategies.registry import AllReduce, Strategy, strategy
 
+pytestmark = pytest.mark.pure
+
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "paragrad"
 MODULES = {
@@ -439,3 +441,15 @@ def test_every_strategy_and_algorithm_has_a_page() -> None:
     assert {cls.name for cls in (*STRATEGIES, *ALL_REDUCES)} - pages == set()
     together = (ROOT / "docs/compression.md").read_text()
     assert {cls.name for cls in COMPRESSORS} <= set(re.findall(r"`(\w+)", together))
+
+
+def test_every_test_file_states_its_cost() -> None:
+    """`make` selects tests by these marks: a test without one would run nowhere."""
+    costs = r"pytest\.mark\.(pure|processes|network|zoo|gpu)\b"
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        text = path.read_text()
+        stated = re.findall(rf"^pytestmark = (?:\[\s*)?{costs}", text, re.MULTILINE)
+        assert len(stated) == 1, f"{path}: its pytestmark begins with a cost, such as mark.pure"
+        # `make zoo` finds its tests by their folder
+        assert (stated == ["zoo"]) == (path.parent.name == "zoo"), path
+        assert stated == re.findall(costs, text), f"{path}: one cost for all tests of a file"

@@ -10,6 +10,8 @@ import pytest
 import ring_vs_tree_page as page
 from ring_vs_tree import PARTS, RESULTS
 
+pytestmark = pytest.mark.pure
+
 
 def test_cluster_tables_equal_their_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -11,6 +11,8 @@ import workers
 from cluster import is_slower_by_sign_test
 from ring_vs_tree_times import groups
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.mark.parametrize(
     ("above", "rounds", "found"),

@@ -24,6 +24,8 @@ import paragrad as pg
 from paragrad.datasets.mnist import MnistImages
 from paragrad.schedules.compose import ComposedAllReduce
 
+pytestmark = pytest.mark.pure
+
 ALGORITHMS = (
     pg.Star(),
     pg.Tree(),

@@ -22,6 +22,8 @@ from namespaces import living_in, spaces, spaces_of
 
 from paragrad.errors import Refused
 
+pytestmark = pytest.mark.network
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 Clusters = Callable[..., AbstractContextManager[Cluster]]
 

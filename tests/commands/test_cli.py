@@ -21,6 +21,8 @@ from paragrad.report.comparison_table import Table
 from paragrad.strategies.data import ALL_REDUCE_SCHEDULES, Data
 from paragrad.strategies.registry import strategy
 
+pytestmark = pytest.mark.processes
+
 JOB_FILES = Path(__file__).parents[1] / "helpers" / "job_files"
 SEVEN = (
     "serial; data(2); data(2, reduce=native); data(2, reduce=ring); data(2, reduce=ring_async); "

@@ -33,6 +33,8 @@ from paragrad.validation import memory_check
 from paragrad.validation.inspect_job import inspect_job
 from paragrad.validation.validate import validate_run
 
+pytestmark = pytest.mark.processes
+
 JOB_FILES = Path(__file__).parents[1] / "helpers" / "job_files"
 SHORT = ("train", "digits", "--epochs", "1", "--no-check")
 
@@ -518,7 +520,7 @@ def test_cause_of_a_chained_error_is_reported() -> None:
     with pytest.raises(
         pg.Refused,
         match=r"model raised RuntimeError: Failed to import some.models.gpt2 .* \(it began with "
-        r"ImportError: operator torchvision::nms does not exist\) \(.*test_told.py:",
+        r"ImportError: operator torchvision::nms does not exist\) \(.*test_error_messages.py:",
     ):
         validate_run(MANY.replace(model=missing_library), "serial")
 

@@ -49,6 +49,8 @@ from paragrad.trainer.checkpoint.checkpoint_files import list_checkpoint_folders
 from paragrad.trainer.settings import Settings
 from paragrad.validation.validate import ValidatedRun, validate_run
 
+pytestmark = pytest.mark.processes
+
 JOB = JOBS["mlp"].replace(epochs=2, dtype=torch.float64)
 
 

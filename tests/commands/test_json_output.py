@@ -21,6 +21,8 @@ from paragrad.executors.machine import ASSUMED_MACHINE, Machine
 from paragrad.report import simulation_report
 from paragrad.trainer.settings import Settings
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 VERBS = {
     "train": [

@@ -34,7 +34,7 @@ from paragrad.trainer.trainer import Trainer
 from paragrad.validation.activation_forecast import forecast_activations
 from paragrad.validation.validate import validate_run
 
-pytestmark = pytest.mark.usefixtures("warm")
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm")]
 
 DATA = TensorDataset(numbers(96, 40, seed=1), whole(4, 96, seed=2))
 

@@ -28,6 +28,8 @@ from paragrad.runtime.rendezvous import find_existing_world
 from paragrad.runtime.world import World
 from paragrad.trainer.trainer import Trainer
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "own_loop.py"
 

@@ -20,6 +20,8 @@ from paragrad.jobs.find_job import find_job
 from paragrad.report.progress import ProgressDisplay
 from paragrad.schedules.fault_injection import FAULTS
 
+pytestmark = pytest.mark.processes
+
 FIELDS = [
     "schema",
     "job",

@@ -41,7 +41,7 @@ from paragrad.report.equivalence.deviation import (
 )
 from paragrad.strategies.shares import Division
 
-pytestmark = pytest.mark.story
+pytestmark = [pytest.mark.processes, pytest.mark.story]
 
 # no share of 24 in batches of 12 is short
 PLAIN = TensorDataset(numbers(24, 10, seed=1), whole(4, 24, seed=2))

@@ -22,6 +22,8 @@ from paragrad.datasets.sample_order import SampleOrder, permute_samples
 from paragrad.errors import Refused
 from paragrad.strategies.federated import Federated
 
+pytestmark = pytest.mark.pure
+
 LABELS = numpy.arange(600) % 10
 
 

@@ -56,6 +56,8 @@ from paragrad.jobs.mnist import mnist_cnn, mnist_mlp, mnist_resnet
 from paragrad.jobs.shakespeare import shakespeare_gpt, shakespeare_lstm
 from paragrad.validation.inspect_job import inspect_job
 
+pytestmark = pytest.mark.processes
+
 CODES = {"u1": 0x08, "i1": 0x09, "i2": 0x0B, "i4": 0x0C, "f4": 0x0D, "f8": 0x0E}
 PLAY = (
     "\n\n".join(

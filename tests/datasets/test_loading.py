@@ -42,7 +42,10 @@ from paragrad.validation.inspect_job import inspect_job
 from paragrad.validation.validate import validate_run
 
 # more loaders than this machine has cores is what some of these tests want
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
+]
 
 Point = namedtuple("Point", "x y")
 

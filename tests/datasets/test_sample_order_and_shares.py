@@ -15,6 +15,8 @@ from paragrad.errors import Refused
 from paragrad.schedules.actions import split_evenly
 from paragrad.strategies.shares import Division, apportion_samples, split_micro_batches
 
+pytestmark = pytest.mark.pure
+
 
 @given(st.integers(1, 300), st.integers(1, 70), st.integers(0, 5), st.integers(0, 5))
 def test_every_sample_once_per_epoch(samples: int, batch: int, seed: int, epoch: int) -> None:

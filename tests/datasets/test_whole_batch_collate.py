@@ -25,7 +25,7 @@ from paragrad.jobs.job import Job
 from paragrad.validation.inspect_job import inspect_job
 from paragrad.validation.validate import validate_run
 
-pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.story]
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm"), pytest.mark.story]
 
 OWN = "it puts samples in an order of its own"
 STRATEGIES = ("data(2)", "data(3, reduce=ring, shares=[2, 1, 1], micro=2)", "serial(micro=3)")

@@ -14,7 +14,7 @@ from pathlib import Path
 import example_commands
 import pytest
 
-pytestmark = pytest.mark.story
+pytestmark = [pytest.mark.processes, pytest.mark.story]
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -38,18 +38,18 @@ ELSEWHERE = {
     "python3 -m venv": "installing is where CI begins",
     ".venv/bin/python -m pip install torch": "installing is where CI begins; the version is the "
     "pinned one (test_docs.py)",
-    "GLOO_SOCKET_IFNAME=eth0 ": "two hosts; tests/network/test_several_hosts.py types it on two",
-    "torchrun --nnodes 2 ": "two hosts; tests/network has them",
-    "srun ": "it wants Slurm; test_environment.py has its variables",
+    "GLOO_SOCKET_IFNAME=eth0 ": "two hosts; test_training_over_hosts.py types it on two",
+    "torchrun --nnodes 2 ": "two hosts; test_training_over_hosts.py has them",
+    "srun ": "it wants Slurm; test_launcher_env.py has its variables",
     "python benchmarks/ring_vs_tree.py": "it takes an hour and a half",
-    ".venv/bin/paragrad compare mnist-mlp ": "nine trainings, minutes; test_page.py and "
+    ".venv/bin/paragrad compare mnist-mlp ": "nine trainings, minutes; test_comparison_page.py and "
     "test_cli.py have the options",
     ".venv/bin/paragrad train mnist-cnn ": "minutes; test_datasets.py trains the job, "
     "test_checkpoint.py has the options",
-    ".venv/bin/paragrad compare shakespeare-gpt ": "ten minutes; test_in_stages.py and "
-    "test_page.py have the strategies",
-    "paragrad compare mnist-mlp ": "minutes for each training; test_equality.py and test_verify.py "
-    "have the strategies",
+    ".venv/bin/paragrad compare shakespeare-gpt ": "ten minutes; test_pipeline_training.py and "
+    "test_comparison_page.py have the strategies",
+    "paragrad compare mnist-mlp ": "minutes for each training; test_equality_with_serial.py and "
+    "test_verify.py have the strategies",
     "paragrad compare mnist-cnn ": "minutes; test_datasets.py trains the job",
     "paragrad compare shakespeare-lstm": "many minutes; test_datasets.py trains the job",
     'paragrad train digits --strategy "data(2, reduce=ring)" '

@@ -22,6 +22,8 @@ from paragrad.executors.proof import prove_schedule
 from paragrad.jobs.job import Job
 from paragrad.strategies.data import ALL_REDUCE_SCHEDULES
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from example_commands import COMMANDS, EXAMPLES
 
-pytestmark = pytest.mark.story
+pytestmark = [pytest.mark.processes, pytest.mark.story]
 
 PROGRAMS = {
     "paragrad": [sys.executable, "-m", "paragrad"],

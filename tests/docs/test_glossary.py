@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import pytest
 
+pytestmark = pytest.mark.pure
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "glossary.md"
 

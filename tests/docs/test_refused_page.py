@@ -14,6 +14,8 @@ from typer.testing import CliRunner
 from paragrad import launch
 from paragrad.commands.cli import app
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 TABLE = re.findall(
     r"^\| `(.+)` \| (.+) \|$", (ROOT / "docs" / "refused.md").read_text(), re.MULTILINE

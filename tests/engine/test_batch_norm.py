@@ -25,7 +25,7 @@ from paragrad.jobs.job import Job
 from paragrad.runtime.world import World
 from paragrad.trainer.trainer import Trainer
 
-pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.story]
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm"), pytest.mark.story]
 
 BOUND = 1e-10
 # the last batch has 5 or 6 samples: with the shares of the third some parts are empty, and some

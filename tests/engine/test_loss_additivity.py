@@ -16,6 +16,8 @@ from unusual_pipeline_models import Gathering
 from paragrad.errors import Refused
 from paragrad.validation.validate import validate_run
 
+pytestmark = pytest.mark.pure
+
 COUNTED = torch.arange(29) % 3 != 0
 MASKED = TensorDataset(VECTORS.tensors[0], torch.stack([whole(4, 29, seed=2), COUNTED.long()], 1))
 

@@ -23,6 +23,8 @@ from paragrad.schedules.star import Star
 from paragrad.schedules.tree import Tree
 from paragrad.schedules.two_level import TwoLevel
 
+pytestmark = pytest.mark.pure
+
 LINK = Link(alpha=3.0, beta=0.5)
 CLUSTERS = {
     "textbook": Cluster(LINK, 0.25),

@@ -30,6 +30,8 @@ from paragrad.schedules.star import Star
 from paragrad.schedules.tree import Tree
 from paragrad.strategies.registry import strategy
 
+pytestmark = pytest.mark.pure
+
 MEASURED = Machine(
     {
         "gloo": Link(1e-4, 1e-9, 2e-6, 3e-5, 1e-10, ((64, 1e-4), (1000, 2e-4), (100_000, 3e-4))),

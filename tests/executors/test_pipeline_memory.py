@@ -14,6 +14,8 @@ from paragrad.schedules.pipeline import (
     ZeroBubble,
 )
 
+pytestmark = pytest.mark.pure
+
 FREE = StageBytes(0, 0, 10)  # activations alone: messages weigh nothing
 
 

@@ -35,6 +35,8 @@ from paragrad.schedules.star import Star
 from paragrad.schedules.tree import Tree, TreeBroadcast, TreeReduce
 from paragrad.schedules.two_level import TwoLevel
 
+pytestmark = pytest.mark.pure
+
 SCHEDULES: list[Collective] = [
     Ring(),
     Ring(blocking=True),

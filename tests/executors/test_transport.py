@@ -49,6 +49,8 @@ from paragrad.schedules.star import Star
 from paragrad.schedules.tree import Tree
 from paragrad.schedules.two_level import TwoLevel
 
+pytestmark = pytest.mark.processes
+
 SCHEDULES: list[Collective] = [
     Ring(),
     Ring(blocking=True),

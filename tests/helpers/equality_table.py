@@ -458,7 +458,7 @@ WORKERS = (1, 2, 3, 4)
 # steps of a covering sample, three epochs of most jobs; the whole tables take 20
 BRIEF = 9
 
-# strategies that are another training, and say so (test_local)
+# strategies that are another training, and say so (test_local_sgd)
 LOOSER = (
     "local(2, every=3)",
     "local(3, every=end)",
@@ -470,7 +470,7 @@ LOOSER = (
     "server(3, sync=asp)",
     "server(2, servers=2, sync=ssp(1), rate=by_staleness)",
 )
-# of them, those that compress gradients (test_compressed)
+# of them, those that compress gradients (test_compressed_training)
 COMPRESSED = tuple(
     f"data(2, compress={text})"
     for text in (

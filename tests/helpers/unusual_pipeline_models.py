@@ -1,5 +1,5 @@
-"""Models of odd ways, to be cut in parts (`test_in_stages.py`): they take their inputs as the
-equality table's VECTORS are.
+"""Models of odd ways, to be cut in parts (`test_pipeline_training.py`): they take their inputs
+as the equality table's VECTORS are.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ from sklearn.datasets import load_digits
 
 from paragrad.jobs import digits
 
+pytestmark = pytest.mark.pure
+
 
 def test_file_equals_the_scikit_learn_digits(monkeypatch: pytest.MonkeyPatch) -> None:
     images, labels = load_digits(return_X_y=True)

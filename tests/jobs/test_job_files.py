@@ -13,6 +13,8 @@ import paragrad as pg
 from paragrad.jobs.find_job import find_job
 from paragrad.launch import job_files
 
+pytestmark = pytest.mark.processes
+
 DATA = """
 import torch, paragrad as pg
 from torch import nn

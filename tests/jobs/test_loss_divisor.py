@@ -14,6 +14,8 @@ from paragrad.errors import StepFailed
 from paragrad.jobs.loss import LossModule
 from paragrad.jobs.loss_divisor import find_loss_divisor
 
+pytestmark = pytest.mark.pure
+
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(6, 4, generator=GENERATOR).requires_grad_()
 Y = torch.randn(6, 4, generator=GENERATOR)

@@ -27,6 +27,8 @@ from paragrad.runtime.world import World
 from paragrad.strategies.registry import resolve_strategy, strategy
 from paragrad.strategies.strategy import Environment
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def two() -> Iterator[Launcher]:

@@ -30,6 +30,8 @@ from paragrad.parallel.server.snapshot import SnapshotStore, find_common_step
 from paragrad.record.record import Record, read_lines
 from paragrad.trainer.checkpoint.checkpoint import list_checkpoint_folders
 
+pytestmark = pytest.mark.processes
+
 
 def halving(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 20, 0.5)

@@ -57,6 +57,8 @@ from paragrad.record.record import Record, Recorder, read_lines
 from paragrad.trainer.settings import Settings
 from paragrad.validation.validate import validate_run
 
+pytestmark = pytest.mark.processes
+
 JOB = """
     import torch
     from torch import nn

@@ -17,6 +17,8 @@ from hosts import Cluster
 from paragrad.parallel.server.curve_keys import make_key_files
 from paragrad.record.record import Record
 
+pytestmark = pytest.mark.network
+
 Clusters = Callable[..., AbstractContextManager[Cluster]]
 
 TRAINS = """

@@ -38,6 +38,8 @@ from paragrad.strategies.spatial import Spatial
 from paragrad.strategies.strategy import Environment, Product, Strategy
 from paragrad.strategies.tensor import Tensor
 
+pytestmark = pytest.mark.pure
+
 # the built-in ones; other tests of this process may have defined more
 STRATEGIES = [
     cls for cls in Strategy.members.values() if cls.__module__.startswith("paragrad.strategies.")

@@ -28,7 +28,7 @@ from paragrad.trainer.settings import Settings
 from paragrad.trainer.trainer import Trainer
 from paragrad.validation.validate import validate_run
 
-pytestmark = pytest.mark.usefixtures("warm")
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm")]
 
 State = dict[str, Tensor]
 plain = functools.partial(torch.optim.SGD, lr=0.1)

@@ -46,7 +46,7 @@ from paragrad.trainer.parameter_access import refuse_parameter_views
 from paragrad.trainer.settings import Settings
 from paragrad.validation.validate import validate_run
 
-pytestmark = pytest.mark.usefixtures("warm")
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm")]
 
 
 @pytest.fixture

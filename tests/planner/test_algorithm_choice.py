@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from unittest.mock import patch
 
+import pytest
 import torch
 
 from paragrad.errors import StepFailed
@@ -25,6 +26,8 @@ from paragrad.schedules.star import Star
 from paragrad.schedules.tree import Tree
 from paragrad.schedules.two_level import TwoLevel
 from paragrad.strategies.data import Native
+
+pytestmark = pytest.mark.processes
 
 
 class Hasty(Choice):

@@ -17,6 +17,8 @@ from paragrad.planner.compression_cost import (
 from paragrad.strategies.compressors import find_compressor
 from paragrad.strategies.registry import strategy
 
+pytestmark = pytest.mark.pure
+
 MACHINE = Machine({"gloo": Link(alpha=1e-4, beta=1e-8)}, gamma=1e-10, cores=1, measured="by hand")
 MB = 1_000_000
 

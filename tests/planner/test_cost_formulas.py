@@ -29,6 +29,8 @@ from paragrad.schedules.star import Star
 from paragrad.schedules.tree import Tree
 from paragrad.schedules.two_level import TwoLevel
 
+pytestmark = pytest.mark.pure
+
 FORMS: list[ComposedAllReduce] = [
     Star(),
     Tree(),

@@ -33,6 +33,8 @@ from paragrad.schedules.ring import Ring, RingAsync
 from paragrad.schedules.two_level import TwoLevel
 from paragrad.strategies.data import Native
 
+pytestmark = pytest.mark.processes
+
 
 def invoke(words: list[str]) -> Any:
     """The command's answer. Imported here: ranks import this module, and need no command

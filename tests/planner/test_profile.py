@@ -31,6 +31,8 @@ from paragrad.jobs.loss import LossModule
 from paragrad.planner import layer_costs, sequence_costs
 from paragrad.planner.profile import count_model_calls, disable_fused_kernels
 
+pytestmark = pytest.mark.pure
+
 
 class Before(nn.Module):
     """A layer, and before it a parameter, so that the gradient of the layer's inputs is

@@ -34,7 +34,7 @@ from paragrad.record.record import DETAILED_STEPS, Record
 from paragrad.trainer.settings import Settings
 from paragrad.validation.validate import validate_run
 
-pytestmark = pytest.mark.story
+pytestmark = [pytest.mark.processes, pytest.mark.story]
 
 # 29 samples: 4 steps an epoch, the last of 5
 JOB = make_job("mlp", mlp, VECTORS, batch=8, epochs=5)

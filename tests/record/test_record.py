@@ -17,6 +17,8 @@ from paragrad.record.record import RECORD_SCHEMA, Record, Recorder, create_run_f
 from paragrad.record.step_log import StepLog
 from paragrad.record.step_times import list_joint_seconds
 
+pytestmark = pytest.mark.pure
+
 
 def written(folder: Path, shares: list[list[range]], samples: int = 10) -> Record:
     """A run of one epoch in which each rank recorded these ranges of positions."""

@@ -30,7 +30,7 @@ from paragrad.report import charts, comparison_page, comparison_table, palette, 
 from paragrad.report.comparison_table import Table, format_bytes, list_columns
 from paragrad.report.timing import measure_step_time
 
-pytestmark = pytest.mark.story
+pytestmark = [pytest.mark.processes, pytest.mark.story]
 
 CHROMIUM = Path("/usr/bin/chromium")
 DRIVER = Path("/usr/bin/chromedriver")

@@ -13,6 +13,8 @@ import pytest
 from paragrad.record.record import Record
 from paragrad.report import timing
 
+pytestmark = pytest.mark.pure
+
 
 class Written(Record):
     """A record of one rank with these steps."""

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 CODE = """
 import resource, torch
 from paragrad.runtime import allocator

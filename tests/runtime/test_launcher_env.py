@@ -34,6 +34,8 @@ from paragrad.runtime.launcher_env import (
     parse_first_host,
 )
 
+pytestmark = pytest.mark.processes
+
 Variables = Callable[[int, int], dict[str, str]]
 
 OURS = {

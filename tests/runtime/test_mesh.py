@@ -7,6 +7,8 @@ import pytest
 from paragrad.errors import Refused
 from paragrad.runtime.mesh import Axis, build_grid, check_disjoint, group_ranks_by_axes
 
+pytestmark = pytest.mark.pure
+
 THREE = (Axis("data", 2), Axis("tensor", 2), Axis("pipeline", 2))
 
 

@@ -24,6 +24,8 @@ import pytest
 from hosts import PORT, Cluster, HostFailed, Program
 from namespaces import living_in, spaces_of
 
+pytestmark = pytest.mark.network
+
 Clusters = Callable[..., AbstractContextManager[Cluster]]
 SOON = 10.0  # seconds from a rank's death to everybody's end
 WAITED = (

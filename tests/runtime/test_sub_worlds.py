@@ -26,6 +26,8 @@ from paragrad.runtime.mesh import Axis
 from paragrad.runtime.world import World
 from paragrad.schedules.ring import Ring
 
+pytestmark = pytest.mark.processes
+
 NAMES = ("data", "tensor", "pipeline")
 GRIDS = ((1, 1), (2, 2), (4, 1), (3, 2), (2, 2, 2))
 BACKENDS = ("gloo", "shm")

@@ -19,6 +19,8 @@ from hosts import Cluster, HostFailed
 
 from paragrad.executors.machine import read_machine_file
 
+pytestmark = pytest.mark.network
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 Clusters = Callable[..., AbstractContextManager[Cluster]]

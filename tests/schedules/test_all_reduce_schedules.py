@@ -34,6 +34,8 @@ from paragrad.schedules.star import Star
 from paragrad.schedules.tree import Tree
 from paragrad.schedules.two_level import LEVEL_ALGORITHMS, TwoLevel
 
+pytestmark = pytest.mark.pure
+
 SMALL = [*range(1, 18), 24]
 SIZES = [
     *SMALL,

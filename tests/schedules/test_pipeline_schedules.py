@@ -23,6 +23,8 @@ from paragrad.schedules.pipeline import (
     ZeroBubble,
 )
 
+pytestmark = pytest.mark.pure
+
 SIZES = [(ranks, micro) for ranks in range(1, 9) for micro in range(1, 33)]
 TIMES = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 

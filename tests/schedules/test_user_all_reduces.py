@@ -22,6 +22,8 @@ from paragrad.executors.work_depth import compute_work_and_depth
 from paragrad.schedules.actions import Collective, Compute, Program, Recv, ScheduleError, Send
 from paragrad.schedules.two_level import TwoLevel
 
+pytestmark = pytest.mark.pure
+
 
 @dataclass(frozen=True)
 class Gossip:

@@ -16,6 +16,8 @@ from paragrad.launch import Launcher
 from paragrad.runtime.world import World
 from paragrad.shm.region import format_no_address, open_region
 
+pytestmark = pytest.mark.processes
+
 DTYPES = (
     torch.float64,
     torch.float32,

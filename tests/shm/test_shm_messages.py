@@ -23,6 +23,8 @@ from paragrad.shm.attach import RegionLayout
 from paragrad.shm.region import CACHE_LINE_BYTES
 from paragrad.shm.work import OperationQueue, ShmWork
 
+pytestmark = pytest.mark.processes
+
 
 # ---- messages --------------------------------------------------------------------------------
 def passed_around(world: World) -> None:

@@ -28,6 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 from paragrad.launch import Launcher
 from paragrad.runtime.world import World
 
+pytestmark = pytest.mark.processes
+
 STEPS = 4
 BATCH = 16
 

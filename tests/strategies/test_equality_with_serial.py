@@ -53,6 +53,8 @@ from paragrad.trainer.server_rank import dismiss_run_servers, run_parameter_serv
 from paragrad.trainer.settings import Settings
 from paragrad.trainer.trainer import Trainer
 
+pytestmark = pytest.mark.processes
+
 BOUND = 1e-10  # float64
 
 

@@ -31,7 +31,7 @@ from paragrad.record.record import Record
 from paragrad.runtime.world import DEFAULT_TIMEOUT, World
 from paragrad.trainer.trainer import Trainer
 
-pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.story]
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm"), pytest.mark.story]
 
 
 def deep() -> nn.Module:

@@ -1,5 +1,5 @@
 """Where a GPU is: the same training on it as on the CPU. Run: PYTHONPATH=src python3 -m pytest
-tests/gpu
+-m gpu
 
 One GPU is enough: its ranks share it and exchange through the host; NCCL is tested with one
 rank a GPU, where there are two.
@@ -24,9 +24,12 @@ from paragrad.launch import Launcher
 from paragrad.runtime.world import CPU, World
 from paragrad.trainer.trainer import Trainer
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="torch sees no CUDA device on this machine"
-)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="torch sees no CUDA device on this machine"
+    ),
+]
 
 DIGITS = pg.job("digits").replace(epochs=2)
 

@@ -37,7 +37,7 @@ from paragrad.trainer.settings import Settings
 from paragrad.trainer.trainer import Trainer
 from paragrad.validation.validate import validate_run
 
-pytestmark = pytest.mark.usefixtures("warm")
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm")]
 
 DIGITS = pg.job("digits").replace(epochs=2)
 

@@ -19,7 +19,7 @@ import paragrad as pg
 from paragrad.launch import Launcher
 from paragrad.runtime.world import World
 
-pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.story]
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm"), pytest.mark.story]
 
 CUT = ("data(2)", "data(2, reduce=ring)", "data(2, state=shared_memory)", "data(2, micro=2)")
 WHOLE = CUT[:3]

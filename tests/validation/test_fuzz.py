@@ -49,7 +49,7 @@ from paragrad.validation import resume_check
 from paragrad.validation.inspect_job import inspect_job
 from paragrad.validation.validate import validate_run
 
-pytestmark = pytest.mark.story
+pytestmark = [pytest.mark.processes, pytest.mark.story]
 BOUND = 20  # seconds for one case
 HERE = Path(__file__).parents[1] / "helpers" / "job_files"
 

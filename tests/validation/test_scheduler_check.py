@@ -16,6 +16,8 @@ import paragrad as pg
 from paragrad.trainer.settings import Settings
 from paragrad.validation.validate import validate_run
 
+pytestmark = pytest.mark.processes
+
 
 class Counting:
     """Counts what is asked of it, as a function that closes over a counter."""

@@ -33,7 +33,7 @@ from zoo_rows import (
 import paragrad as pg
 from paragrad.launch import Launcher
 
-pytestmark = LIBRARY_WARNINGS
+pytestmark = [pytest.mark.zoo, *LIBRARY_WARNINGS]
 
 WITH_IMAGES = [row for row in ROWS if row.name in OF_IMAGES]
 CELLS = [(row, strategy) for row in ROWS for strategy in row.under] + [

@@ -17,7 +17,7 @@ from paragrad.jobs.job import CPU, open_dataset
 from paragrad.jobs.loss import call_model
 from paragrad.parallel.tracing.cut_points import find_cut_points
 
-pytestmark = LIBRARY_WARNINGS
+pytestmark = [pytest.mark.zoo, *LIBRARY_WARNINGS]
 
 
 @pytest.mark.table

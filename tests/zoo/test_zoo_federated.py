@@ -15,7 +15,7 @@ import paragrad as pg
 from paragrad.engine.state.values import is_same_value
 from paragrad.record.record import Record
 
-pytestmark = LIBRARY_WARNINGS
+pytestmark = [pytest.mark.zoo, *LIBRARY_WARNINGS]
 
 # what may be a client's own and was another's, or a worker's: draws of every kind, statistics,
 # counters, modes of an optimizer, what a collate draws, types and values that are no numbers

@@ -1,8 +1,8 @@
 """Right jobs of other hands, by every seed and in every type: their first step is proved, and
 none is ended.
 
-With our own (`tests/processes/test_first_step.py`) they are more than 40 jobs; `make zoo` runs
-all, CI a covering sample.
+With our own (`tests/trainer/first_step/test_first_step.py`) they are more than 40 jobs; `make
+zoo` runs all, CI a covering sample.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zoo_rows import IN_PARTS, STRATEGIES, TENSOR, Equal, Row
 
 import paragrad as pg
 
-pytestmark = LIBRARY_WARNINGS
+pytestmark = [pytest.mark.zoo, *LIBRARY_WARNINGS]
 
 # on one host `data(2)` is shared memory; here are it and an all-reduce, uneven shares,
 # micro-batches, and uneven micro-batches

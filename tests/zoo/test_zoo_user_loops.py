@@ -13,6 +13,8 @@ from user_loops import LOOPS, NEEDS
 from zoo_libraries import missing
 from zoo_rows import BOUND
 
+pytestmark = pytest.mark.zoo
+
 SCRIPT = Path(__file__).parent / "user_loops.py"
 TORCHRUN = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
 SAMPLE = ("samples dropped in the loop", "gan")

@@ -1,4 +1,4 @@
-"""Rows of models and inputs of a user's kind, after `odd_models.py`."""
+"""Rows of models and inputs of a user's kind, after `unusual_models.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loops of a user's own: `python own_loops.py NAME FILE` trains one and saves what it trained,
+"""Loops of a user's own: `python user_loops.py NAME FILE` trains one and saves what it trained,
 alone or under torchrun.
 """
 

@@ -2,8 +2,8 @@
 
 A schedule that makes no choice by rank, such as the ring, can generate the program of *all* ranks
 at once. Then `rank` is an array, and so are the peers and slots of its actions. It is the same
-program, read for all ranks. The result is that of the clock (tests/pure/test_clock.py compares them
-up to 64 ranks). All other schedules go to the clock.
+program, read for all ranks. The result is that of the clock
+(tests/executors/test_clock.py compares them up to 64 ranks). All other schedules go to the clock.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 This is the alpha-beta model.
 
-The clock agrees with them up to 64 ranks (tests/pure/test_price.py). A message of x bytes takes
-alpha + beta x, an addition of x bytes takes gamma x. An addition overlaps with a message if it does
-not take longer.
+The clock agrees with them up to 64 ranks (tests/planner/test_cost_formulas.py). A message of x
+bytes takes alpha + beta x, an addition of x bytes takes gamma x. An addition overlaps with a
+message if it does not take longer.
 
 If gamma > 0, two forms are upper bounds: the tree's for p that is no power of two, and the blocking
 ring's for odd p. If p is no power of two, halving takes up to a twentieth longer than its form.

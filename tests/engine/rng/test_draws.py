@@ -22,6 +22,8 @@ from paragrad.runtime.world import World
 from paragrad.strategies.serial import Serial
 from paragrad.trainer.trainer import Trainer
 
+pytestmark = pytest.mark.processes
+
 CPU = torch.device("cpu")
 X = torch.randn(6, 5, 8, generator=torch.Generator().manual_seed(0))
 ENCODER = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)

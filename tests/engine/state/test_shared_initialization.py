@@ -30,6 +30,8 @@ from paragrad.runtime.world import World
 from paragrad.trainer import exchange_setup
 from paragrad.trainer.trainer import Trainer
 
+pytestmark = pytest.mark.processes
+
 
 class Everything(nn.Module):
     """What a model may hold: a tied weight, views of one storage, buffers of all kinds, tensors

@@ -24,7 +24,7 @@ from paragrad.record.record import Record
 from paragrad.runtime.world import World
 from paragrad.trainer.trainer import Trainer
 
-pytestmark = pytest.mark.usefixtures("warm")
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm")]
 
 State = dict[str, Tensor]
 plain = functools.partial(torch.optim.SGD, lr=0.1)

@@ -20,7 +20,7 @@ from paragrad.datasets.sample_order import SampleOrder
 from paragrad.record.record import Record
 from paragrad.validation.validate import validate_run
 
-pytestmark = pytest.mark.usefixtures("warm")
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm")]
 LOCAL = "local(2, every=3)"
 FEDERATED = "federated(2, clients=6, fraction=0.7)"
 

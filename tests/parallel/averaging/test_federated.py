@@ -44,6 +44,7 @@ from paragrad.trainer.settings import Settings
 from paragrad.validation.validate import ValidatedRun, validate_run
 
 pytestmark = [
+    pytest.mark.processes,
     pytest.mark.usefixtures("warm"),
     pytest.mark.filterwarnings("ignore:.* clients takes part in a round"),
 ]

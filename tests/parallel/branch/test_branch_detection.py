@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from equality_table import Experts, Forking, Residual, Towers, deep
 from torch import Tensor, nn
 
 import paragrad as pg
 from paragrad.parallel.branch.branch_detection import assign_branches, find_forks, record_functions
+
+pytestmark = pytest.mark.pure
 
 
 def found(model: nn.Module, *inputs: Tensor, ranks: int = 2) -> list[set[str]]:

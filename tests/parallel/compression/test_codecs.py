@@ -36,6 +36,8 @@ from paragrad.strategies.compressors import (
 )
 from paragrad.strategies.registry import strategy
 
+pytestmark = pytest.mark.processes
+
 CPU = torch.device("cpu")
 
 

@@ -47,7 +47,7 @@ from paragrad.strategies.shares import apportion_samples
 from paragrad.trainer.settings import Settings
 from paragrad.trainer.trainer import Trainer
 
-pytestmark = pytest.mark.usefixtures("warm")
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm")]
 
 State = dict[str, Tensor]
 plain = functools.partial(torch.optim.SGD, lr=0.1)

@@ -20,6 +20,8 @@ from paragrad.record.record import Line, Record
 from paragrad.trainer.settings import Settings
 from paragrad.validation.validate import validate_run
 
+pytestmark = pytest.mark.processes
+
 
 def just_below_a_megabyte(dtype: torch.dtype) -> nn.Module:
     width = 600 if dtype == torch.float32 else 290

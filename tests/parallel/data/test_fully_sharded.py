@@ -32,6 +32,8 @@ from paragrad.strategies.serial import Serial
 from paragrad.strategies.strategy import Strategy
 from paragrad.trainer.trainer import Trainer
 
+pytestmark = pytest.mark.processes
+
 BOUND = 1e-10
 WIDTH = 128
 LAYERS = 8

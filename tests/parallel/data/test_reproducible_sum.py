@@ -19,6 +19,8 @@ from paragrad.parallel.data.reproducible_sum import (
     convert_to_integers,
 )
 
+pytestmark = pytest.mark.pure
+
 TYPES = torch.float32, torch.float64, torch.bfloat16, torch.float16
 ADVERSARIAL = {
     "cancels": [[1e16, 1.0], [1.0, -1e16], [-1e16, 1e16], [1.0, 1e-8]],

@@ -45,6 +45,8 @@ from paragrad.trainer.settings import Settings
 from paragrad.trainer.trainer import Trainer
 from paragrad.validation.validate import choose_backend, validate_run
 
+pytestmark = pytest.mark.processes
+
 
 class Lion(torch.optim.Optimizer):
     """An optimizer that this library has never heard of."""

@@ -22,7 +22,7 @@ from paragrad.parallel.tracing.stage_forward import StageForward
 from paragrad.runtime.world import World
 from paragrad.validation.validate import validate_run
 
-pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.story]
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm"), pytest.mark.story]
 
 TOKENS = torch.cat([whole(20, 29, 8, seed=6) + 1, torch.zeros(29, 1, dtype=torch.long)], 1)
 # 4 to 8 tokens, then padding

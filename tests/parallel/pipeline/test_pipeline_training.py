@@ -45,7 +45,7 @@ from paragrad.strategies.data import Native
 from paragrad.strategies.strategy import Strategy
 from paragrad.trainer.trainer import Trainer
 
-pytestmark = pytest.mark.usefixtures("warm")
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm")]
 
 
 @pytest.mark.parametrize(("row", "column"), sorted(covering_parts()))
@@ -586,13 +586,13 @@ class Forces(nn.Module):
         ),
         (
             Deciding,
-            "raised DataDependentOutputException: .*test_in_stages.py:.*let Python look at values "
-            "of the inputs alone",
+            "raised DataDependentOutputException: .*test_pipeline_training.py:.*let Python look "
+            "at values of the inputs alone",
         ),
         (
             Counting,
-            "raised DynamicOutputShapeException: .*test_in_stages.py:.*and modules at none that "
-            "decide a shape",
+            "raised DynamicOutputShapeException: .*test_pipeline_training.py:.*and modules at none "
+            "that decide a shape",
         ),
     ],
 )

@@ -27,7 +27,7 @@ from paragrad.runtime.world import World
 from paragrad.trainer.trainer import Trainer
 from paragrad.validation.validate import validate_run
 
-pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.story]
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm"), pytest.mark.story]
 
 
 class Rotary(nn.Module):

@@ -60,6 +60,8 @@ from paragrad.parallel.server.work_queue import LATE, TEST, TRAIN, Ticket
 from paragrad.record.record import Record, read_lines
 from paragrad.validation.validate import validate_run
 
+pytestmark = pytest.mark.processes
+
 HANDED = 6.0, 2.0, 0.0, 6.0  # of a share that was handed out to one of two workers
 
 

@@ -41,6 +41,8 @@ from paragrad.record.record import Record
 from paragrad.runtime.world import World
 from paragrad.strategies.server import Server
 
+pytestmark = pytest.mark.processes
+
 WAIT = 60.0  # seconds for anything
 STEPS = 12
 WIDTH = 2000

@@ -33,6 +33,8 @@ from paragrad.parallel.server.sockets import Listener
 from paragrad.parallel.server.work_queue import LATE
 from paragrad.record.record import Record
 
+pytestmark = pytest.mark.processes
+
 WAIT = 20.0  # seconds for anything
 VECTOR = torch.arange(60, dtype=torch.float64)
 PUSH = Header(

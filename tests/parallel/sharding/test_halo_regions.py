@@ -21,6 +21,8 @@ from paragrad.parallel.sharding.halo_regions import count_sent as passed_on
 from paragrad.parallel.sharding.partition import partition_evenly
 from paragrad.parallel.tensor.halo_exchange import split_edges
 
+pytestmark = pytest.mark.pure
+
 WINDOWS = st.builds(
     Window,
     st.integers(1, 5),

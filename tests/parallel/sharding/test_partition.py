@@ -25,6 +25,8 @@ from paragrad.parallel.sharding.partition import (
     reshape_partition,
 )
 
+pytestmark = pytest.mark.pure
+
 
 def piece(tensor: Tensor, dim: int, pieces: DimPartition, rank: int) -> Tensor:
     return torch.cat(

@@ -38,6 +38,8 @@ from paragrad.parallel.tensor import (
 )
 from paragrad.runtime.world import World
 
+pytestmark = pytest.mark.processes
+
 # which fill the table
 RULES = (
     reduction_rules,

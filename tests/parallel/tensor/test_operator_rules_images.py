@@ -29,6 +29,8 @@ from paragrad.parallel.tensor import (
 from paragrad.parallel.tensor.input_sharding import shard_inputs
 from paragrad.runtime.world import World
 
+pytestmark = pytest.mark.processes
+
 # which fill the table
 RULES = (
     reduction_rules,

@@ -18,6 +18,8 @@ from paragrad.parallel.tensor import summary, tensor
 from paragrad.parallel.tensor.sharding_plan import ShardingPlan, plan_sharding
 from paragrad.strategies.tensor import Tensor as Strategy
 
+pytestmark = pytest.mark.processes
+
 
 def told(plan: ShardingPlan) -> dict[str, str]:
     """Of each tensor how it is divided."""

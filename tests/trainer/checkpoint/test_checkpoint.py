@@ -60,6 +60,8 @@ from paragrad.validation import resume_check
 from paragrad.validation.inspect_job import inspect_job
 from paragrad.validation.validate import validate_run
 
+pytestmark = pytest.mark.processes
+
 # 29 samples in batches of 12: three steps an epoch; step 4 is in the middle of the second
 SAVED = 4
 

@@ -20,6 +20,8 @@ import paragrad as pg
 from paragrad.record.record import Record
 from paragrad.trainer.first_step.step_result import Gap, StepOutcome, compute_gaps, pool_gaps
 
+pytestmark = pytest.mark.processes
+
 STRATEGIES = ("data(2)", "data(2, reduce=ring)", "data(2, state=fully_sharded)")
 SHOWN = {
     wrong: shown.kinds for wrong, shown in WRONGS.items() if isinstance(shown, BeforeTheUpdate)
@@ -248,6 +250,6 @@ RIGHT = [
 def test_correct_jobs_pass_the_first_step_check(
     name: str, row: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """Of our own jobs; those of other hands are in tests/zoo/test_no_false_alarm.py."""
+    """Of our own jobs; those of other hands are in tests/zoo/test_zoo_first_step.py."""
     for seed in SEEDS:
         assert_proved(JOBS[name], ROWS[row](2 + seed % 2), seed, dtype, tmp_path)

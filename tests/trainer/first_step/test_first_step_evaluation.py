@@ -28,7 +28,7 @@ from paragrad.trainer.first_step import setup
 from paragrad.trainer.settings import Settings
 from paragrad.validation.validate import validate_run
 
-pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.story]
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm"), pytest.mark.story]
 COMPARED = "one worker's, and so is the loss of"
 
 

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 import paragrad as pg
 from paragrad.trainer.first_step import reference_step
 
+pytestmark = pytest.mark.processes
+
 
 def cramped(model: nn.Module, samples: int) -> nn.Module:
     """In ranks: as if there were room for about so many samples beside two models, on each of

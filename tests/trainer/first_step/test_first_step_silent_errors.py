@@ -32,7 +32,7 @@ from paragrad.trainer.first_step.diagnosis import diagnose_step
 from paragrad.trainer.first_step.step_check import Mismatch, StepCheck
 from paragrad.trainer.trainer import Trainer
 
-pytestmark = pytest.mark.story
+pytestmark = [pytest.mark.processes, pytest.mark.story]
 FLOOR = step_result.EQUAL_EPS
 
 
