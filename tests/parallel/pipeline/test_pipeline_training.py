@@ -586,12 +586,12 @@ class Forces(nn.Module):
         ),
         (
             Deciding,
-            "raised DataDependentOutputException: .*test_pipeline_training.py:.*let Python look "
+            "raised DataDependentOutputException: .*pipeline_training.py:.*let Python look "
             "at values of the inputs alone",
         ),
         (
             Counting,
-            "raised DynamicOutputShapeException: .*test_pipeline_training.py:.*and modules at none "
+            "raised DynamicOutputShapeException: .*pipeline_training.py:.*and modules at none "
             "that decide a shape",
         ),
     ],
