@@ -349,6 +349,29 @@ def test_non_finite_sample_is_reported_as_input(pool: Launcher, tmp_path: Path) 
     assert caught.value.tensor == "inputs"
 
 
+class WeightRunsOut:
+    """A loss that returns a pair; its weight is not finite where it is called for the 60th time.
+
+    Validation calls it less often.
+    """
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, output: Tensor, target: Tensor) -> tuple[Tensor, float]:
+        self.calls += 1
+        loss = nn.functional.cross_entropy(output, target, reduction="sum")
+        return loss, len(target) if self.calls < 60 else float("inf")
+
+
+@pytest.mark.parametrize("strategy", ["serial", "data(2, reduce=ring)"])
+def test_non_finite_weight_is_refused(strategy: str, pool: Launcher, tmp_path: Path) -> None:
+    """Under serial, gradients over an infinite weight were 0, without a word."""
+    made = JOBS["mlp"].replace(loss=WeightRunsOut(), epochs=30)
+    with pytest.raises(pg.RankFailed, match=r"the (weight of the )?loss is not finite"):
+        trained(pool, tmp_path, made, strategy, skip_first_step_check=True)
+
+
 class Forgets(nn.Module):
     """Uses its side layer in the first step alone."""
 

@@ -269,8 +269,8 @@ def run_passes(
         The sums of the losses on this rank.
 
     Raises:
-        StepFailed: The result is not a `LossSums`, a micro-batch was left out, or the loss is not
-            finite.
+        StepFailed: The result is not a `LossSums`, a micro-batch was left out, or the loss or its
+            weight is not finite.
     """
     sums = passes.compute_gradients(micros, count)
     if not isinstance(sums, LossSums):
@@ -285,6 +285,8 @@ def run_passes(
         )
     if not math.isfinite(sums.loss):
         raise StepFailed("the loss is not finite", tensor="loss")
+    if not math.isfinite(sums.weight):
+        raise StepFailed("the weight of the loss is not finite", tensor="loss")
     return sums
 
 
