@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -134,6 +134,20 @@ def run_all_reduce(
     )
 
 
+class OpenSend(NamedTuple):
+    """A send that is not over.
+
+    Attributes:
+        action: The send.
+        parts: The parts of its slot.
+        work: Its Work.
+    """
+
+    action: Send
+    parts: Sequence[Slot]
+    work: Any
+
+
 class ProgramRun:
     """One run of one rank's program over its buffers.
 
@@ -154,6 +168,9 @@ class ProgramRun:
 
         posts: How many receives are posted at a time, at most. It is for buffers that are created
             when they are requested; none of them is received into while it holds anything.
+
+        touched_parts: The parts that each action touches (`list_touched_parts`), for a program that
+            runs in every step; None: computed here.
     """
 
     def __init__(
@@ -164,8 +181,14 @@ class ProgramRun:
         compute: Callable[[Compute], None] | None = None,
         report_message: ReportMessage | None = None,
         posts: int | None = None,
+        touched_parts: Sequence[Sequence[Slot]] | None = None,
     ) -> None:
         self.actions = actions
+        self.touched_parts = (
+            [list_touched_parts(each) for each in actions]
+            if touched_parts is None
+            else touched_parts
+        )
         self.buffers = buffers
         self.world = world
         self.posts = posts or len(actions)
@@ -174,8 +197,8 @@ class ProgramRun:
         self.schedule_number = next(world.schedule_numbers)
         self.timeout = timedelta(seconds=world.timeout)
         self.position = 0
-        # part -> its sends, with their Works
-        self.open_sends: dict[Slot, list[tuple[Send, Any]]] = {}
+        # part -> its sends
+        self.open_sends: dict[Slot, list[OpenSend]] = {}
         # Posted receives, with their Work and scratch.
         self.posted_receives: deque[tuple[Recv, Any, Tensor | None]] = deque()
         # The first action that `post_receives` has not passed.
@@ -226,12 +249,12 @@ class ProgramRun:
                 elif isinstance(action, Recv):
                     self.play_recv(action)
                 else:
-                    self.finish_sends(expand_slot(action.at))
+                    self.finish_sends(self.touched_parts[index])
                     self.is_computing = True
                     self.compute(action)
                     self.is_computing = False
                 if index < self.look_ahead_position:
-                    for part in list_touched_parts(action):
+                    for part in self.touched_parts[index]:
                         self.touch_counts[part] -= 1
             self.position = len(self.actions)
             self.finish_sends(list(self.open_sends))
@@ -265,11 +288,11 @@ class ProgramRun:
                     [
                         part
                         for part, sends in self.open_sends.items()
-                        if any(sent.to != action.to for sent, _ in sends)
+                        if any(sent.action.to != action.to for sent in sends)
                     ]
                 )
             elif isinstance(previous, Send) and previous.to != action.to:
-                self.finish_sends(expand_slot(previous.slot))
+                self.finish_sends(self.touched_parts[self.position - 1])
         start = time.monotonic()
         work = dist.isend(tensor, group=self.world.group, group_dst=action.to)
         if self.report_message:
@@ -278,8 +301,9 @@ class ProgramRun:
         if action.wait:
             self.wait_for_message(action, work)
         else:
-            for part in expand_slot(action.slot):
-                self.open_sends.setdefault(part, []).append((action, work))
+            sent = OpenSend(action, self.touched_parts[self.position], work)
+            for part in sent.parts:
+                self.open_sends.setdefault(part, []).append(sent)
 
     def play_recv(self, action: Recv) -> None:
         """Wait for the message of a receive, then add it or write it."""
@@ -287,14 +311,14 @@ class ProgramRun:
         self.post_receives()
         # The receive overwrites a slot that is still being sent, and scratch is too short.
         if not self.posted_receives:
-            self.finish_sends(expand_slot(action.slot))
+            self.finish_sends(self.touched_parts[self.position])
             self.post_receives()
         _, work, buffer = self.posted_receives.popleft()
         self.wait_for_message(action, work)
         self.has_received = True
         if buffer is not None:
             self.scratch_bytes -= buffer.nbytes
-            self.finish_sends(expand_slot(action.slot))
+            self.finish_sends(self.touched_parts[self.position])
             if action.add:
                 self.buffers[action.slot].add_(buffer)
             else:
@@ -308,12 +332,13 @@ class ProgramRun:
         """
         while self.look_ahead_position < len(self.actions):
             action = self.actions[self.look_ahead_position]
+            parts = self.touched_parts[self.look_ahead_position]
             if isinstance(action, Recv):
                 if len(self.posted_receives) == self.posts:
                     return
                 slot = self.buffers[action.slot]
                 buffer = None
-                if action.add or self.is_needed(action.slot):
+                if action.add or self.is_needed(parts):
                     has_other_source = self.shares_link and any(
                         each.frm != action.frm for each, *_ in self.posted_receives
                     )
@@ -328,18 +353,16 @@ class ProgramRun:
                     slot if buffer is None else buffer, group=self.world.group, group_src=action.frm
                 )
                 self.posted_receives.append((action, work, buffer))
-            for part in list_touched_parts(action):
+            for part in parts:
                 self.touch_counts[part] = self.touch_counts.get(part, 0) + 1
             self.look_ahead_position += 1
 
-    def is_needed(self, slot: Slot) -> bool:
-        """Return whether an earlier action, or an open send, still touches a part of the slot.
+    def is_needed(self, parts: Sequence[Slot]) -> bool:
+        """Return whether an earlier action, or an open send, still touches one of the parts.
 
         Earlier actions are those before the look-ahead position.
         """
-        return any(
-            self.touch_counts.get(part) or part in self.open_sends for part in expand_slot(slot)
-        )
+        return any(self.touch_counts.get(part) or part in self.open_sends for part in parts)
 
     def finish_sends(self, parts: Sequence[Slot]) -> None:
         """Wait until the sends of some parts are over.
@@ -347,13 +370,13 @@ class ProgramRun:
         Each send is waited for once, though it may be of several parts.
         """
         for part in parts:
-            for action, work in self.open_sends.pop(part, ()):
-                for other in expand_slot(action.slot):
+            for sent in self.open_sends.pop(part, ()):
+                for other in sent.parts:
                     if remaining := [
-                        each for each in self.open_sends.pop(other, ()) if each[1] is not work
+                        each for each in self.open_sends.pop(other, ()) if each is not sent
                     ]:
                         self.open_sends[other] = remaining
-                self.wait_for_message(action, work)
+                self.wait_for_message(sent.action, sent.work)
 
     def wait_for_message(self, action: Send | Recv, work: Any) -> None:
         """Wait for a message, once and with a timeout.
