@@ -40,6 +40,10 @@ class ActivationMeter:
         self.peak_bytes = 0
         self.exclude_tensors(excluded)
 
+    def forget_peak(self) -> None:
+        """Count the peak anew from now on."""
+        self.peak_bytes = 0
+
     def exclude_tensors(self, tensors: Iterable[Tensor]) -> None:
         """Do not count the storages of these tensors from now on.
 

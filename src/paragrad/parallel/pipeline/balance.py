@@ -29,8 +29,8 @@ from paragrad.parallel.tracing.cut_points import (
     resolve_module_name,
 )
 from paragrad.parallel.tracing.plan_builder import FixedOutputs
-from paragrad.parallel.tracing.receive_boundary import attach_received
-from paragrad.parallel.tracing.stage_forward import StageForward
+from paragrad.parallel.tracing.stage_forward import StageForward, attach_received
+from paragrad.parallel.tracing.stage_trial import try_all_stages
 from paragrad.parallel.tracing.tracer import StagedModel, TracedForward, Unit, find_tensors
 from paragrad.strategies.pipeline import RequestedCut
 
@@ -133,7 +133,7 @@ def _enlarge_units(
     joined = join_units(units, stages)
     try:
         with preserve_all_state(LossModule(model, PLACEHOLDER_LOSS)):
-            StageForward(model, joined, units.fixed_outputs).try_all_stages(example)
+            try_all_stages(StageForward(model, joined, units.fixed_outputs), example)
     except StepFailed:
         return stages
     return joined

@@ -21,13 +21,12 @@ from paragrad.engine.rng.draws import CallNumbers, Draws, key_draws
 from paragrad.executors.pipeline_memory import StageBytes
 from paragrad.jobs.loss import LossModule
 from paragrad.parallel.pipeline.balance import StagePartition
-from paragrad.parallel.pipeline.pipeline import PipelinePasses, PipelineStep
+from paragrad.parallel.pipeline.pipeline_passes import PipelinePasses, PipelineStep
 from paragrad.parallel.pipeline.stage import shard_stages
 from paragrad.parallel.pipeline.stage_messages import StageMessages
 from paragrad.parallel.tracing.tracer import hook_module_calls
 from paragrad.record.step_log import StepLog
 from paragrad.runtime.world import World
-from paragrad.schedules.pipeline import MicroBatchSchedule
 from paragrad.strategies.pipeline import PartitionedStrategy
 from paragrad.strategies.shares import MicroBatch
 
@@ -198,16 +197,16 @@ def measure_stages(passes: PipelinePasses, micro_batch: MicroBatchInputs) -> Ite
     Yields:
         The memory of each stage.
     """
-    schedule = passes.strategy.micro_batch_schedule.schedule
     micro_batch = (micro_batch[0], *clone_batch(micro_batch[1:]))
-    step = PipelineStep(
-        passes, [micro_batch], MicroBatchSchedule(schedule, 1, passes.stage_module.first_trained)
+    # nothing is recomputed, and the backward is split also if only later stages are trained
+    splits_backward = passes.find_program(1, 0).splits_backward
+    program = replace(
+        passes.find_program(1, passes.stage_module.first_trained),
+        splits_backward=splits_backward,
+        recomputed_passes=frozenset(),
     )
-    step.recomputed_passes = set()
+    step = PipelineStep(passes, [micro_batch], program)
     stages = passes.stage_count
-    step.splits_backward = any(
-        kind == "W" for kind, *_ in MicroBatchSchedule(schedule, 1).list_tasks(0, 1)
-    )
     meters = []
     excluded = [*passes.stage_module.parameters(), *passes.stage_module.buffers()]
     batch_storages = dict(filter(None, map(find_storage, list_batch_tensors([micro_batch[1:]]))))
@@ -222,8 +221,8 @@ def measure_stages(passes: PipelinePasses, micro_batch: MicroBatchInputs) -> Ite
     ) = ([0] * stages for _ in range(7))
     with hook_module_calls(None):
         for stage in range(stages):
-            step.meter = ActivationMeter(excluded)
-            meter = step.meter
+            meter = ActivationMeter(excluded)
+            step.use_meter(meter)
             meters.append(meter)
             message = step.messages.buffers.get(f"x{stage}.0")
             step.run_forward(stage, 0)
@@ -237,7 +236,7 @@ def measure_stages(passes: PipelinePasses, micro_batch: MicroBatchInputs) -> Ite
                 input_message[stage] = message.nbytes
                 shared_with_message[stage] = message.nbytes if meter.is_tracked(message) else 0
         for stage in range(stages - 1, passes.stage_module.first_trained - 1, -1):
-            meters[stage].peak_bytes = 0
+            meters[stage].forget_peak()
             step.run_backward(stage, 0)
             if f"g{stage}.0" in step.messages.buffers:
                 gradient_message[stage] = step.messages[f"g{stage}.0"].nbytes
@@ -248,7 +247,7 @@ def measure_stages(passes: PipelinePasses, micro_batch: MicroBatchInputs) -> Ite
             )
             first_half_peak[stage] = max(meters[stage].peak_bytes - batch_bytes, saved[stage])
             saved_between_halves[stage] = meters[stage].current_bytes - batch_bytes
-            if step.splits_backward:
+            if splits_backward:
                 step.deferred_weights.pop((stage, 0)).compute_weight_gradients()
     yield from (
         StageBytes(*each)

@@ -7,11 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paragrad.engine.state.preserve_state import (
-    PythonState,
-    find_state_owners,
-    list_comparable_attributes,
-)
+from paragrad.engine.state.preserve_state import PythonState, find_state_owners
 from paragrad.errors import StepFailed
 from paragrad.parallel.tracing.tracer import StagedModel
 from paragrad.runtime.world import World
@@ -24,23 +20,6 @@ def collect_outer_owners(staged_model: StagedModel) -> dict[str, Any]:
         name: owner
         for name, owner in find_state_owners(staged_model.model).items()
         if not f"{name}.".startswith(units)
-    }
-
-
-def read_owner_numbers(owners: dict[str, Any]) -> dict[tuple[str, str], Any]:
-    """Read the numbers that objects keep in attributes.
-
-    Args:
-        owners: The objects, by name.
-
-    Returns:
-        The numbers, by (name of the object, attribute).
-    """
-    return {
-        (name, what): vars(owner)[what]
-        for name, owner in owners.items()
-        for what in list_comparable_attributes(owner)
-        if isinstance(vars(owner)[what], int | float) and what != "training"
     }
 
 

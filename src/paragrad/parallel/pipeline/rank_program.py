@@ -2,11 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from paragrad.schedules.actions import Action, Slot
-from paragrad.schedules.pipeline import MicroBatchSchedule
+from paragrad.executors.transport import list_touched_parts
+from paragrad.schedules.actions import Action, Compute, Slot
+from paragrad.schedules.pipeline import MicroBatchSchedule, parse_task_slot
+
+
+@dataclass(frozen=True)
+class StageTask:
+    """A forward or a backward of one stage, or a half of a backward.
+
+    Attributes:
+        what: F, B, I or W, as in `schedules/pipeline.py`.
+
+        stage: Number of the stage.
+
+        micro: Number of the micro-batch.
+
+        label: Its name in the record.
+
+        arrived_messages: Messages of this rank that have arrived when the task begins, because a
+            message that it needs confirms them.
+    """
+
+    what: str
+    stage: int
+    micro: int
+    label: str
+    arrived_messages: Sequence[Slot]
 
 
 @dataclass(frozen=True)
@@ -14,22 +39,28 @@ class RankProgram:
     """What one rank does in a schedule, and what follows from it.
 
     Attributes:
+        micro_batch_schedule: The schedule.
+
         program: The actions of the rank.
+
+        touched_parts: The parts that each action touches, as in `ProgramRun`.
+
+        tasks: What each Compute of the program stands for.
 
         backward_count: Number of backwards, with halves counted one by one.
 
         splits_backward: Whether backwards are split into halves.
 
-        confirmed_sends: As MicroBatchSchedule.map_confirmed_sends defines.
-
         recomputed_passes: As MicroBatchSchedule.find_recomputed_passes defines.
     """
 
-    program: list[Action]
+    micro_batch_schedule: MicroBatchSchedule
+    program: Sequence[Action]
+    touched_parts: Sequence[Sequence[Slot]]
+    tasks: Mapping[Compute, StageTask]
     backward_count: int
     splits_backward: bool
-    confirmed_sends: Mapping[Slot, list[Slot]]
-    recomputed_passes: set[tuple[int, int]]
+    recomputed_passes: frozenset[tuple[int, int]]
 
     @classmethod
     def build_for_rank(
@@ -45,11 +76,22 @@ class RankProgram:
         Returns:
             Its program.
         """
-        tasks = [what for what, *_ in micro_batch_schedule.list_tasks(rank, size)]
+        program = list(micro_batch_schedule.program(rank, size))
+        confirmed_sends = micro_batch_schedule.map_confirmed_sends(rank, size)
+        tasks = dict[Compute, StageTask]()
+        for action in program:
+            if isinstance(action, Compute):
+                stage, micro = parse_task_slot(rank, action.at)
+                needed = f"x{stage}.{micro}" if action.what == "F" else f"g{stage + 1}.{micro}"
+                tasks[action] = StageTask(
+                    action.what, stage, micro, str(action), confirmed_sends.get(needed, ())
+                )
         return cls(
-            list(micro_batch_schedule.program(rank, size)),
-            sum(what != "F" for what in tasks),
-            "W" in tasks,
-            micro_batch_schedule.map_confirmed_sends(rank, size),
-            micro_batch_schedule.find_recomputed_passes(rank, size),
+            micro_batch_schedule,
+            program,
+            [list_touched_parts(each) for each in program],
+            tasks,
+            sum(each.what != "F" for each in tasks.values()),
+            any(each.what == "W" for each in tasks.values()),
+            frozenset(micro_batch_schedule.find_recomputed_passes(rank, size)),
         )

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from paragrad.parallel.tracing.input_guards import InputGuards
-from paragrad.parallel.tracing.sequential_stage import StageModules
 from paragrad.parallel.tracing.tracer import ValueId
+
+StageModules = list[list[nn.Module]]  # the modules of each stage
 
 HIDDEN_TENSOR = (
     "a tensor goes from one module to another in an object that is no tuple, list or dict, or in "

@@ -10,7 +10,7 @@ the tensors that the other rank sends. What is computed from the inputs alone (a
 computed on every rank.
 
 A plan says what crosses. It comes from one forward without values, which is repeated for inputs of
-other shapes. For a Sequential no tracing is needed (`sequential_stage.py`).
+other shapes. A Sequential is not traced: its Python is known, so a stage runs its modules in turn.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import contextlib
 import copy
 import logging
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,19 +30,20 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from paragrad.datasets.loading import clone_batch
-from paragrad.engine.probe import use_model_eval_mode
 from paragrad.engine.rng.draws import DrawRecorder
 from paragrad.engine.rng.random_kernels import use_draw_source
 from paragrad.engine.state.preserve_state import undo_forward_effects
 from paragrad.engine.state.values import is_differentiable
+from paragrad.engine.unwrap import WrappedTensor
 from paragrad.errors import StepFailed, describe_error
 from paragrad.jobs.loss import call_model
-from paragrad.parallel.sharding.sharded_tensor import gather_whole
+from paragrad.parallel.sharding.sharded_tensor import ShardedTensor, gather_whole
 from paragrad.parallel.tracing.crossing_plan import (
     DIFFERENT_PATH,
     HIDDEN_TENSOR,
     Crossing,
     CrossingPlan,
+    StageModules,
     StandIn,
 )
 from paragrad.parallel.tracing.plan_builder import (
@@ -51,17 +52,13 @@ from paragrad.parallel.tracing.plan_builder import (
     ValuelessModel,
     copy_containers,
 )
-from paragrad.parallel.tracing.receive_boundary import attach_received
-from paragrad.parallel.tracing.sequential_stage import find_sequential_stages, run_modules
 from paragrad.parallel.tracing.tracer import (
     TracedForward,
     Unit,
     ValueId,
     call_forward_hooks,
-    find_attribute_tensors,
     find_tensors,
 )
-from paragrad.runtime.generators import keep_generators
 
 # number of input shapes, and of paths for one shape, of which plans are kept
 MAX_INPUT_SHAPES = 64
@@ -97,17 +94,6 @@ class PlanFailed(StepFailed):
 
 class StageEnded(BaseException):
     """This rank's stage is over; the rest of the model's Python does not run here."""
-
-
-def is_close(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors are equal up to rounding."""
-    if one.shape != other.shape or one.dtype != other.dtype or not is_differentiable(one):
-        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
-    # values that a mask filled in do not count
-    bound = min(1e-2, 1e4 * torch.finfo(one.dtype).eps)
-    differs = one.isfinite() & (one != other)
-    largest = float(one[differs].abs().max()) if differs.any() else 0.0
-    return torch.allclose(one, other, rtol=bound, atol=bound * largest, equal_nan=True)
 
 
 class StageForward(ValuelessModel):
@@ -166,7 +152,12 @@ class StageForward(ValuelessModel):
         )
         known_plans = self.plans.pop(key, [])
         match = next(
-            (plan for plan in known_plans if plan.guards.is_same_path(inputs)), None
+            (
+                plan
+                for plan in known_plans
+                if not plan.guards.steps or plan.guards.is_same_path(inputs)
+            ),
+            None,
         ) or self._make_plan(inputs)
         self.plans[key] = [match, *(plan for plan in known_plans if plan is not match)][:MAX_PATHS]
         if len(self.plans) > MAX_INPUT_SHAPES:
@@ -241,75 +232,29 @@ class StageForward(ValuelessModel):
                         value if isinstance(value, Tensor) else copy.copy(value)
                     )
 
-    def try_all_stages(self, inputs: Any) -> Any:
-        """Run all stages one after another, as ranks will run them; all changes are undone.
+    def run_alone(
+        self, inputs: Any, stage: int, received: Sequence[Tensor]
+    ) -> tuple[list[Tensor], Any]:
+        """Run one stage as on a rank that has no other stage.
 
         Args:
-            inputs: Inputs of some samples.
+            inputs: The model's inputs.
+            stage: Number of the stage.
+            received: The tensors that cross from the stage before.
 
         Returns:
-            The output of the last stage.
-
-        Raises:
-            StepFailed: A stage uses something of another stage that does not cross.
+            As of `run_stage`.
         """
-        received = list[Tensor]()
-        out = None
-        for stage in range(self.last_stage + 1):
-            try:
-                with undo_forward_effects(self.model), silence_fake_tensors():
-                    self.own_stages = [stage]
-                    # a new plan, because attributes of modules have no values then
-                    plan = self._make_plan(inputs)
-                    wants_gradients = (
-                        [each.has_gradient for each in plan.crossing[stage - 1]] if stage else []
-                    )
-                    received, out = self.run_stage(
-                        clone_batch(inputs),
-                        stage,
-                        plan,
-                        attach_received([each.clone() for each in received], wants_gradients)[0],
-                    )
-            except StepFailed:
-                raise
-            except Exception as error:
-                raise StepFailed(
-                    f"part {stage} of the model, run by itself, raised {describe_error(error)}; "
-                    "train it without cutting it"
-                ) from error
-            if any(
-                isinstance(each, FakeTensor) for each in find_attribute_tensors([received, out])
-            ):
-                raise StepFailed(HIDDEN_TENSOR)
-        return out
-
-    def try_in_eval_mode(self, inputs: Any) -> None:
-        """Run all stages in eval mode without gradients, in which modules may take other paths.
-
-        Nothing is checked if the whole model fails in this mode, or is not deterministic.
-
-        Args:
-            inputs: Inputs of some samples.
-
-        Raises:
-            StepFailed: A stage fails, or the output differs from that of the whole model.
-        """
-        with use_model_eval_mode(self.model), torch.no_grad():
-            try:
-                with undo_forward_effects(self.model), keep_generators():
-                    expected, repeated = (
-                        find_tensors(call_model(self.model, clone_batch(inputs))) for _ in range(2)
-                    )
-            except Exception:
-                return
-            if not all(map(is_close, expected, repeated)):
-                return
-            outputs = find_tensors(self.try_all_stages(inputs))
-        if len(outputs) != len(expected) or not all(map(is_close, expected, outputs)):
-            raise StepFailed(
-                "in eval mode the model gives another output in parts than whole; let modules do "
-                "the same however they are called, or train it without cutting it"
-            )
+        self.own_stages = [stage]
+        # a new plan, because attributes of modules have no values then
+        plan = self._make_plan(inputs)
+        wants_gradients = [each.has_gradient for each in plan.crossing[stage - 1]] if stage else []
+        return self.run_stage(
+            clone_batch(inputs),
+            stage,
+            plan,
+            attach_received([each.clone() for each in received], wants_gradients)[0],
+        )
 
     def run_stage(
         self, inputs: Any, stage: int, plan: CrossingPlan, received: Sequence[Tensor]
@@ -345,6 +290,140 @@ class StageForward(ValuelessModel):
         ], out
 
 
+# ---- the stages of a Sequential -------------------------------------------------------------
+def find_sequential_stages(
+    model: nn.Module, stages: Sequence[Sequence[Unit]], outputs: Sequence[Any]
+) -> StageModules | None:
+    """Find the modules of each stage of a Sequential.
+
+    Nested Sequentials count too. The model must call only the units of the stages. Each unit
+    returns one tensor, and there are no hooks.
+
+    Args:
+        model: The model.
+        stages: The units of each stage.
+        outputs: The output of each unit.
+
+    Returns:
+        The modules of each stage, or None if the model must be traced.
+    """
+    units = [unit for stage in stages for unit in stage]
+    if list(_iterate_called_units(model, "")) != units or not all(
+        isinstance(each, FakeTensor | ShardedTensor) for each in outputs
+    ):
+        return None
+    if any(
+        each._forward_hooks
+        or each._forward_pre_hooks
+        or each._backward_hooks
+        or each._backward_pre_hooks
+        for each in model.modules()
+    ):
+        return None
+    return [[model.get_submodule(name) for name, _ in stage] for stage in stages]
+
+
+def _iterate_called_units(module: nn.Module, name: str) -> Iterator[Unit]:
+    """Yield what a Sequential calls; nested ones are opened, other modules are called whole."""
+    if type(module).forward is not nn.Sequential.forward or "forward" in vars(module):
+        yield name, 0
+        return
+    for child, each in module._modules.items():
+        assert each is not None
+        yield from _iterate_called_units(each, f"{name}.{child}" if name else child)
+
+
+def run_modules(
+    modules: Sequence[nn.Module],
+    given: Tensor,
+    expected: tuple[tuple[int, ...], torch.dtype] | None,
+) -> Tensor:
+    """Run modules one after another.
+
+    Args:
+        modules: The modules.
+        given: The input of the first.
+        expected: (shape, type) that the result must have to cross to another stage; None: any.
+
+    Returns:
+        The output of the last.
+
+    Raises:
+        StepFailed: The result is not as expected.
+    """
+    for module in modules:
+        given = module(given)
+    if expected is not None and isinstance(given, WrappedTensor):
+        given = gather_whole(given)
+    if expected is not None and (tuple(given.shape), given.dtype) != expected:
+        raise StepFailed(
+            f"a part of the model gave a tensor of {tuple(given.shape)}, {given.dtype}, and "
+            f"without values of {expected[0]}, {expected[1]}; let modules look at no values that "
+            "decide these, or train it with data(n)"
+        )
+    return given
+
+
+# ---- the tensors of the stage before --------------------------------------------------------
+def attach_received(
+    received: Sequence[Tensor], wants_gradients: Iterable[bool]
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Attach received tensors to this rank's graph.
+
+    Args:
+        received: The tensors.
+        wants_gradients: Whether each needs a gradient.
+
+    Returns:
+        (the tensors as results of an operation of this rank, a list that the backward fills with
+        their gradients).
+    """
+    gradients: list[Tensor | None] = []
+    if not received:
+        return [], gradients
+    anchor = torch.zeros(0, requires_grad=True)
+    return list(
+        ReceivedTensors.apply(
+            anchor, gradients, tuple(wants_gradients), *(each.detach() for each in received)
+        )
+    ), gradients
+
+
+class ReceivedTensors(torch.autograd.Function):
+    """Makes received tensors results of an operation of this rank.
+
+    They may be changed in place, and the backward keeps their gradients.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        gradients: list[Tensor | None],
+        wants_gradients: tuple[bool, ...],
+        *received: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.into = gradients
+        ctx.set_materialize_grads(False)
+        # Not detach(): then a change in place of one tensor of a message would count as a change of
+        # all.
+        attached = tuple(each.data for each in received)
+        ctx.mark_non_differentiable(
+            *(
+                each
+                for each, wanted in zip(attached, wants_gradients, strict=True)
+                if not wanted or not (each.is_floating_point() or each.is_complex())
+            )
+        )
+        return attached
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        ctx.into[:] = gradients
+        return (None, None, None, *(None for _ in gradients))
+
+
+# ---- the traced forward of one stage --------------------------------------------------------
 UNKNOWN_ORIGIN = (-1, -1), 1 << 30  # (value id, stage) of what no operation between units made
 
 
@@ -420,7 +499,7 @@ class OneStageForward(TracedForward):
             StepFailed: The forward took another path than planned.
         """
         tensor = self.local_values.get(crossing.value_id)
-        tensor = None if tensor is None else gather_whole(tensor)
+        tensor = gather_whole(tensor) if isinstance(tensor, WrappedTensor) else tensor
         if (
             tensor is None
             or isinstance(tensor, FakeTensor)
