@@ -6,6 +6,7 @@ holds a part of its values. The engine does not know how it is divided: it calls
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import Tensor
@@ -73,6 +74,7 @@ GLOBAL_ATTRIBUTES = frozenset(
 )
 
 
+@functools.lru_cache(maxsize=4096)
 def get_function_name(func: Any) -> str:
     """Return the name of a torch function, or of the attribute that it gets or sets.
 

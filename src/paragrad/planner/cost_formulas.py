@@ -16,9 +16,8 @@ halving), Patarasuk & Yuan 2009 (ring).
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
-from functools import singledispatch
+from functools import lru_cache, singledispatch
 from typing import Any
 
 from paragrad.executors.machine import Cluster, Link
@@ -196,7 +195,7 @@ def find_crossover(
     )
 
 
-@functools.cache  # a step asks for the same sizes each time
+@lru_cache(maxsize=4096)  # a step asks for the same sizes each time
 def count_collective_bytes(collective: str, payload: int, size: int) -> int:
     """Count the bytes that a rank sends in a backend's own collective.
 

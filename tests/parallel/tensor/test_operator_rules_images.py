@@ -18,9 +18,9 @@ from paragrad.parallel.sharding.autograd_collectives import AxisGroup
 from paragrad.parallel.sharding.sharded_tensor import gather_whole as gathered
 from paragrad.parallel.tensor import (
     cast_rules,
+    class_rules,
     convolution_rules,
     einsum_rules,
-    loss_rules,
     norm_rules,
     reduction_rules,
     shape_rules,
@@ -37,7 +37,7 @@ RULES = (
     convolution_rules,
     cast_rules,
     einsum_rules,
-    loss_rules,
+    class_rules,
     norm_rules,
     shape_rules,
     window_rules,

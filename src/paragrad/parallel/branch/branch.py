@@ -23,7 +23,10 @@ from paragrad.errors import StepFailed
 from paragrad.jobs.loss import LossModule, call_model
 from paragrad.parallel.branch.branch_detection import ModelBranch, assign_branches, time_forks
 from paragrad.parallel.sharding.autograd_collectives import AxisGroup, FakeGroup, SplitOptions
-from paragrad.parallel.tensor.function_patches import (
+from paragrad.parallel.tensor.sharding_plan import TransferNote
+from paragrad.parallel.tensor.single_rank_tensor import SingleRankTensor, run_on_meta, share_value
+from paragrad.parallel.tensor.split_context import (
+    SplitContext,
     explain_model_errors,
     find_assigned_buffers,
     patch_torch_functions,
@@ -31,9 +34,6 @@ from paragrad.parallel.tensor.function_patches import (
     substitute_tensors,
     use_test_mode,
 )
-from paragrad.parallel.tensor.shard_module import SplitContext
-from paragrad.parallel.tensor.sharding_plan import TransferNote
-from paragrad.parallel.tensor.single_rank_tensor import SingleRankTensor, run_on_meta, share_value
 from paragrad.parallel.tensor.summary import align_columns
 from paragrad.parallel.tracing.cut_points import PLACEHOLDER_LOSS
 from paragrad.parallel.tracing.tracer import track_modules

@@ -55,26 +55,27 @@ class DimPartition:
     blocks: tuple[DimBlock, ...]
     ranks: int
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         """Number of elements of the whole dimension."""
         return sum(block.size for block in self.blocks)
 
+    @functools.cached_property
+    def ranges(self) -> tuple[tuple[range, ...], ...]:
+        """The element ranges that each rank holds, one for each block."""
+        return _compute_ranges(self)
+
     def list_ranges(self, rank: int) -> list[range]:
         """Return the element ranges that a rank holds, one for each block."""
-        return list(_compute_ranges(self)[rank])
+        return list(self.ranges[rank])
 
     def list_lengths(self, rank: int) -> list[int]:
         """Return the number of elements that a rank holds of each block."""
-        return [len(each) for each in _compute_ranges(self)[rank]]
+        return [len(each) for each in self.ranges[rank]]
 
     def compute_length(self, rank: int) -> int:
         """Return the number of elements that a rank holds."""
         return sum(self.list_lengths(rank))
-
-    def has_same_ranges(self, other: DimPartition) -> bool:
-        """Return whether every rank holds the same elements under both partitions."""
-        return self == other or _compute_ranges(self) == _compute_ranges(other)
 
     def repeat_blocks(self, times: int) -> DimPartition:
         """Return the partition of a dimension that is this one `times` times in a row."""

@@ -49,7 +49,9 @@ class Sharding(NamedTuple):
         return (
             other is not None
             and self.group is other.group
-            and self.partition.has_same_ranges(other.partition)
+            and (
+                self.partition == other.partition or self.partition.ranges == other.partition.ranges
+            )
         )
 
 

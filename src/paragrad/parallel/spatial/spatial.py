@@ -28,8 +28,9 @@ from paragrad.parallel.tensor.input_sharding import (
     has_samples_first,
     shard_inputs,
 )
-from paragrad.parallel.tensor.shard_module import SplitContext, shard_module_tensors
+from paragrad.parallel.tensor.shard_module import shard_module_tensors
 from paragrad.parallel.tensor.sharding_plan import ShardingPlan, plan_sharding
+from paragrad.parallel.tensor.split_context import SplitContext
 from paragrad.runtime.world import World
 from paragrad.strategies.data import Data
 from paragrad.strategies.spatial import Spatial

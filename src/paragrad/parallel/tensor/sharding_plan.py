@@ -41,15 +41,16 @@ from paragrad.parallel.sharding.sharded_tensor import ShardedTensor, Sharding
 # the import of a module of rules registers them
 from paragrad.parallel.tensor import (  # noqa: F401
     cast_rules,
+    class_rules,
     convolution_rules,
     einsum_rules,
-    loss_rules,
     norm_rules,
     reduction_rules,
     shape_rules,
     window_rules,
 )
-from paragrad.parallel.tensor.function_patches import (
+from paragrad.parallel.tensor.input_sharding import InputSharding, shard_inputs
+from paragrad.parallel.tensor.split_context import (
     explain_model_errors,
     find_assigned_buffers,
     patch_torch_functions,
@@ -58,7 +59,6 @@ from paragrad.parallel.tensor.function_patches import (
     substitute_tensors,
     use_test_mode,
 )
-from paragrad.parallel.tensor.input_sharding import InputSharding, shard_inputs
 from paragrad.parallel.tracing.cut_points import PLACEHOLDER_LOSS
 from paragrad.parallel.tracing.tracer import track_modules
 

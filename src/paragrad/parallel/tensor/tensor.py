@@ -15,8 +15,9 @@ from paragrad.engine.model_shard import ModelShard
 from paragrad.errors import StepFailed
 from paragrad.parallel.sharding.autograd_collectives import AxisGroup
 from paragrad.parallel.tensor import summary
-from paragrad.parallel.tensor.shard_module import SplitContext, shard_module_tensors
+from paragrad.parallel.tensor.shard_module import shard_module_tensors
 from paragrad.parallel.tensor.sharding_plan import ShardingPlan, plan_sharding
+from paragrad.parallel.tensor.split_context import SplitContext
 from paragrad.runtime.world import World
 from paragrad.strategies.tensor import Tensor as Strategy
 

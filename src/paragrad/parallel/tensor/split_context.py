@@ -1,5 +1,6 @@
-"""Patches of functions that ignore `__torch_function__`, so that they accept sharded tensors.
+"""The context in which a model with sharded tensors runs.
 
+In it, functions that ignore `__torch_function__` are patched, so that they accept sharded tensors.
 These are autograd functions that are written in Python, and torch's own checkpoints.
 """
 
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from paragrad.errors import StepFailed, describe_error
 from paragrad.parallel.sharding.autograd_collectives import (
     AxisCopy,
     AxisGather,
+    AxisGroup,
     AxisReduce,
     AxisScatter,
     HaloFetch,
@@ -234,3 +236,84 @@ def patch_torch_functions() -> Iterator[None]:
         _named_member_accessor.swap_tensor = original_swap
         torch.autograd.Function.apply = original_apply  # type: ignore[method-assign]
         checkpoint._checkpoint_without_reentrant_generator = original_checkpoint
+
+
+class SplitContext:
+    """The context of passes of a model with sharded tensors.
+
+    Attributes:
+        name: Name of the strategy, for the record.
+
+        groups: The axis groups.
+
+        substitutes: The sharded tensors, by the ids of what this rank holds.
+
+        absent_tensors: Tensors of other ranks: (dict of a module's parameters or buffers, name in
+            it, substitute). During passes, a module lists the substitute.
+
+        sent_bytes: Bytes that this rank sent in the last passes.
+
+        initial_buffers: All buffers before a forward: (dict of buffers, name in it, buffer).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        groups: Sequence[AxisGroup],
+        substitutes: Mapping[int, Tensor],
+        absent_tensors: Sequence[tuple[dict[str, Any], str, Tensor]] = (),
+    ) -> None:
+        self.name = name
+        self.groups = groups
+        self.substitutes = substitutes
+        self.absent_tensors = absent_tensors
+        self.sent_bytes = 0
+        self.initial_buffers = [
+            (module._buffers, attribute, each)
+            for module in model.modules()
+            for attribute, each in module._buffers.items()
+        ]
+
+    @contextlib.contextmanager
+    def enter_passes(self) -> Iterator[None]:
+        """Enter the context of the forwards and backwards of a step, or of a test."""
+        for group in self.groups:
+            group.sent_bytes = 0
+        for tensors, attribute, local in self.absent_tensors:
+            tensors[attribute] = local
+        try:
+            with patch_torch_functions(), substitute_named_members(self.substitutes):
+                yield
+                self._restore_buffers()
+        finally:
+            for tensors, attribute, _ in self.absent_tensors:
+                tensors[attribute] = None
+            for group in self.groups:
+                group.clear_copies()
+            self.sent_bytes = sum(group.sent_bytes for group in self.groups)
+
+    def _restore_buffers(self) -> None:
+        """Make buffers whole, on every rank, to which a forward assigned something."""
+        for tensors, name, initial in self.initial_buffers:
+            if (current := tensors.get(name)) is initial:
+                continue
+            # The buffer was changed in place and assigned to itself. `initial` is None if it is on
+            # another rank.
+            if current is self.substitutes.get(id(initial)) or (
+                initial is None and isinstance(current, SingleRankTensor) and current.is_persistent
+            ):
+                tensors[name] = initial
+            else:
+                if id(initial) in self.substitutes:
+                    raise StepFailed(
+                        f"a forward makes the buffer {name} anew, of which ranks have pieces, and "
+                        "did not when the model was looked at; change it in place "
+                        "(self.name.copy_(...))",
+                        tensor=name,
+                    )
+                tensors[name] = (
+                    share_value(current)
+                    if isinstance(current, SingleRankTensor)
+                    else gather_whole(current)
+                )
