@@ -192,7 +192,7 @@ class AxisGroup:
 
         decider: During planning, the object that decides which parameters are sharded.
 
-        sent_bytes: Bytes sent since the counter was last set to 0.
+        sent_bytes: Bytes sent since the last passes began.
 
         recent_copies: The last plain values that were copied to ranks, with their copies.
 
@@ -508,6 +508,10 @@ class AxisGroup:
             self.sent_bytes += count_collective_bytes("broadcast", result.nbytes, self.size)
         self.world.copy_from(result, owner)
         return result
+
+    def begin_passes(self) -> None:
+        """Count the sent bytes anew: the passes of a step, or of a test, begin."""
+        self.sent_bytes = 0
 
     def clear_copies(self) -> None:
         """Forget the copies of a forward that is over."""

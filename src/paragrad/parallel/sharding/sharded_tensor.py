@@ -191,6 +191,10 @@ class ShardedTensor(WrappedTensor):
         """Return the plain tensor. Collective over the ranks that hold the pieces."""
         return gather_whole(self)
 
+    def replace_local(self, local: Tensor) -> None:
+        """Keep other pieces from now on: the result of a change in place."""
+        self.__dict__["local"] = local
+
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Divided({tuple(self.shape)}, here {tuple(self.local.shape)})"
 

@@ -62,6 +62,11 @@ class Operand:
             for dim, sharding in self.value.shardings.items():
                 yield self.letters[dim], dim, sharding
 
+    def gather_dims(self, dims: Sequence[int]) -> None:
+        """Gather some divided dimensions."""
+        assert self.value is not None
+        self.value = gather_whole(self.value, dims)
+
 
 def apply_einsum_rule(
     compute: Callable[..., Any],
@@ -102,7 +107,7 @@ def apply_einsum_rule(
             for letter, dim, sharding in each.iterate_shardings()
             if letter not in output_letters and not sharding.group.options.pairs
         ]:
-            each.value = gather_whole(each.value, summed) if each.value is not None else None
+            each.gather_dims(summed)
     if not any(True for each in operands for _ in each.iterate_shardings()):
         _decide_columns(operands, columns)
     shardings = _choose_letters(operands, output_letters, keep_first)
@@ -280,7 +285,7 @@ def apply_elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     out = apply_einsum_rule(compute, operands, range(dims), keep_first=in_place)
     if in_place:
         assert isinstance(target, ShardedTensor)
-        target.__dict__["local"] = out.local
+        target.replace_local(out.local)
         return target
     return out
 
@@ -550,6 +555,6 @@ def apply_random(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         find_local_boxes(draw_shardings, range(x.dim())), lambda: func(x.local, *args, **kwargs)
     )
     if func.__name__.endswith("_"):
-        x.__dict__["local"] = result
+        x.replace_local(result)
         return x
     return tree_map_only(Tensor, lambda each: wrap_local(each, shardings), result)

@@ -279,7 +279,7 @@ class SplitContext:
     def enter_passes(self) -> Iterator[None]:
         """Enter the context of the forwards and backwards of a step, or of a test."""
         for group in self.groups:
-            group.sent_bytes = 0
+            group.begin_passes()
         for tensors, attribute, local in self.absent_tensors:
             tensors[attribute] = local
         try:

@@ -89,7 +89,9 @@ class PlanFailed(StepFailed):
         module: The innermost module that raised the error.
     """
 
-    module: nn.Module | None = None
+    def __init__(self, message: str, module: nn.Module | None = None) -> None:
+        super().__init__(message)
+        self.module = module
 
 
 class StageEnded(BaseException):
@@ -174,14 +176,13 @@ class StageForward(ValuelessModel):
             except StepFailed:
                 raise
             except Exception as error:
-                failure = PlanFailed(
+                raise PlanFailed(
                     "a forward without values, by which every rank knows what the others' modules "
                     f"give, raised {describe_error(error)}; let Python look at values of the "
                     "inputs alone, and modules at none that decide a shape, or train it without "
-                    "cutting it"
-                )
-                failure.module = recorder.failed_module
-                raise failure from error
+                    "cutting it",
+                    recorder.failed_module,
+                ) from error
         for tensor in find_tensors(out):
             recorder.note_use(tensor, self.last_stage)
         plan = recorder.build_plan()
