@@ -44,8 +44,8 @@ def apply_softmax(func: Any, x: Tensor, dim: int, *args: Any, **kwargs: Any) -> 
     exponentials = shifted.exp()
     total = compute_sum(exponentials, dim)
     result = exponentials / total if func.__name__ == "softmax" else shifted - total.log()
-    is_kept = input_dtype == compute_dtype or torch.is_autocast_enabled(x.device.type)
-    return result if is_kept else result.to(input_dtype)
+    has_final_dtype = input_dtype == compute_dtype or torch.is_autocast_enabled(x.device.type)
+    return result if has_final_dtype else result.to(input_dtype)
 
 
 def compute_maximum(x: ShardedTensor, dim: int) -> Tensor:
