@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from paragrad.engine.layout import Layout, remove_model_values
 from paragrad.engine.passes import Passes
 from paragrad.engine.state.empty_parameter import NO_VALUES_MESSAGE
+from paragrad.engine.state.model_identity import ModelIdentity
 from paragrad.engine.state.preserve_state import (
     INTERNAL_ATTRIBUTES,
     PythonState,
@@ -208,6 +209,8 @@ class UserModel:
         pinned_objects: Objects that are kept alive, so that their ids stay unique.
 
         initial_modes: The training or eval mode of each module at that time.
+
+        identity: The objects that the model kept at the last comparison, or None.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -218,6 +221,7 @@ class UserModel:
         self.hooks: list[RemovableHandle] = []
         self.pinned_objects: list[object] = []
         self.initial_modes: dict[str, tuple[str, object]] = {}
+        self.identity: ModelIdentity | None = None
 
     def release_values(self) -> None:
         """Release the values of the model when it is partitioned.
@@ -242,6 +246,7 @@ class UserModel:
             self._describe_modes(),
             PythonState(find_state_owners(self.model)),
         )
+        self.identity = ModelIdentity(self.model, self.optimizer)
 
     def remove_hooks(self) -> None:
         """Remove the hooks when the context ends."""
@@ -264,6 +269,8 @@ class UserModel:
         """
         if self.initial_properties is None or self.python_state is None:
             return
+        if self.identity is not None and self.identity.is_unchanged():
+            return
         if change := next(self._list_changes(check_modes), None):
             raise StepFailed(change)
         known_owners = self.python_state.owners
@@ -278,6 +285,8 @@ class UserModel:
             self.python_state = PythonState(find_state_owners(self.model))
             if passes is not None:
                 passes.invalidate_plans()
+        if check_modes:  # the modes are those of the partitioning
+            self.identity = ModelIdentity(self.model, self.optimizer)
 
     def write_back_numbers(self, numbers: Mapping[tuple[str, str], Any]) -> None:
         """Write numbers that the forwards changed on every rank back to the user's model.

@@ -36,7 +36,6 @@ from paragrad.engine.state.preserve_state import undo_forward_effects
 from paragrad.engine.state.values import is_differentiable
 from paragrad.engine.unwrap import WrappedTensor
 from paragrad.errors import StepFailed, describe_error
-from paragrad.jobs.loss import call_model
 from paragrad.parallel.sharding.sharded_tensor import ShardedTensor, gather_whole
 from paragrad.parallel.tracing.crossing_plan import (
     DIFFERENT_PATH,

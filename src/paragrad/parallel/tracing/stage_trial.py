@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from paragrad.datasets.loading import call_model, clone_batch
+from paragrad.datasets.loading import clone_batch
 from paragrad.engine.probe import use_model_eval_mode
 from paragrad.engine.state.preserve_state import undo_forward_effects
 from paragrad.engine.state.values import is_differentiable
 from paragrad.errors import StepFailed, describe_error
+from paragrad.jobs.loss import call_model
 from paragrad.parallel.tracing.crossing_plan import HIDDEN_TENSOR
 from paragrad.parallel.tracing.stage_forward import StageForward, silence_fake_tensors
 from paragrad.parallel.tracing.tracer import find_attribute_tensors, find_tensors
