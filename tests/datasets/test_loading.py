@@ -35,8 +35,7 @@ from paragrad.jobs.loss import call_model
 from paragrad.launch import Launcher
 from paragrad.record.step_log import StepLog
 from paragrad.strategies.shares import Division
-from paragrad.trainer.batch import Batch, make_rank_batch
-from paragrad.trainer.batch_feed import BatchFeed
+from paragrad.trainer.batch import Batch, BatchFeed, make_rank_batch
 from paragrad.trainer.settings import Settings
 from paragrad.validation.inspect_job import inspect_job
 from paragrad.validation.validate import validate_run

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from paragrad.datasets.loading import clone_batch
 from paragrad.engine.activation_meter import check_tensor_version, find_storage
 from paragrad.engine.batch_norm import BatchNorm
-from paragrad.engine.rng.draws import DrawRecorder, Draws, inspect_draws
-from paragrad.engine.rng.random_kernels import use_draw_source
+from paragrad.engine.rng.draws import DrawRecorder, Draws, inspect_draws, use_draw_source
 from paragrad.jobs.loss import LossModule, call_model
 from paragrad.runtime.generators import fingerprint_generators
 

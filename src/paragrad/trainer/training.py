@@ -48,8 +48,7 @@ from paragrad.runtime.stragglers import StragglerMonitor, make_step_failure
 from paragrad.runtime.world import World
 from paragrad.strategies.shares import Division, MicroBatch
 from paragrad.strategies.strategy import Strategy
-from paragrad.trainer.batch import Batch
-from paragrad.trainer.batch_feed import BatchFeed
+from paragrad.trainer.batch import Batch, BatchFeed
 from paragrad.trainer.model_partition import (
     place_rank,
 )

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from paragrad.engine.rng.draws import DrawRecorder, KeyedDraws, inspect_draws
+from paragrad.engine.rng.draws import DrawRecorder, KeyedDraws, inspect_draws, use_draw_source
 from paragrad.engine.rng.hashing import hash_elements, hash_rows, map_to_uniform, mix_hash
-from paragrad.engine.rng.random_kernels import RANDOM_KERNELS, use_draw_source
+from paragrad.engine.rng.random_kernels import RANDOM_KERNELS
 from paragrad.errors import StepFailed
 from paragrad.runtime.world import World
 from paragrad.strategies.serial import Serial

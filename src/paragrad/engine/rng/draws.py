@@ -21,17 +21,19 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from paragrad.engine.rng.hashing import Distribution, drop_dim, fill_from_hashes, hash_rows
 from paragrad.engine.rng.random_kernels import (
+    DRAW_SOURCES,
     DrawSource,
     draw_torch_number,
     get_draw_box,
-    use_draw_source,
+    get_torch_random,
+    replace_kernels,
 )
 from paragrad.errors import StepFailed
 from paragrad.runtime.generators import (
@@ -40,6 +42,7 @@ from paragrad.runtime.generators import (
     use_seeded_generators,
 )
 
+DrawSourceType = TypeVar("DrawSourceType", bound=DrawSource)
 GENERATOR_NAMES = ("torch", "numpy", "random")
 TEST_STEP = -1  # used as the number of the step in a test
 
@@ -306,6 +309,58 @@ class KeyedDraws(DrawSource):
                 "training than on one worker"
             )
         return (0, shape[0] // samples) if shape and shape[0] % samples == 0 else (None, 1)
+
+
+@contextlib.contextmanager
+def use_draw_source(source: DrawSourceType) -> Iterator[DrawSourceType]:
+    """Use a source of numbers for the random kernels, around forward and backward passes.
+
+    Args:
+        source: The source.
+
+    Yields:
+        The source.
+    """
+    get_torch_random()
+    replace_kernels()
+    DRAW_SOURCES.append(source)
+    try:
+        yield source
+    finally:
+        DRAW_SOURCES.pop()
+
+
+class _CallCounter(DrawSource):
+    """Counts how often numbers are drawn."""
+
+    count = 0
+
+    def draw_numbers(self, name: str, tensor: Tensor, distribution: Distribution) -> Tensor:
+        """Count the call, and leave the tensor unchanged.
+
+        Args:
+            name: Name of the kernel.
+            tensor: The tensor.
+            distribution: The distribution of the numbers.
+
+        Returns:
+            The tensor.
+        """
+        self.count += 1
+        return tensor
+
+
+def skip_random_calls(call: Callable[[], object]) -> None:
+    """Count the random calls that another rank makes.
+
+    Args:
+        call: Makes the same draws, here with other tensors.
+    """
+    if DRAW_SOURCES:
+        with use_draw_source(_CallCounter()) as counter:
+            call()
+        for _ in range(counter.count):
+            DRAW_SOURCES[-1].skip_call()
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,8 +24,6 @@ from paragrad.engine.rng.hashing import (
     map_to_open_interval,
     map_to_uniform,
 )
-
-DrawSourceType = TypeVar("DrawSourceType", bound="DrawSource")
 
 
 class DrawSource(abc.ABC):
@@ -202,8 +200,9 @@ RANDOM_KERNELS: dict[str, Callable[..., Any]] = {
     "native_dropout": _apply_dropout,
 }
 
-# For the whole process, not for a thread: backward recomputes on a thread of autograd.
-_draw_source: DrawSource | None = None
+# The sources in use, the innermost one last. For the whole process, not for a thread: backward
+# recomputes on a thread of autograd.
+DRAW_SOURCES: list[DrawSource] = []
 _call_count = 0  # how often a kernel was called
 # for a dimension of a tensor: its size in the whole tensor, and which elements are here
 DrawBox = dict[int, tuple[int, tuple[range, ...]]]
@@ -211,7 +210,7 @@ _draw_box: DrawBox = {}
 
 
 @functools.cache
-def _replace_kernels() -> list[Any]:
+def replace_kernels() -> list[Any]:
     """Replace torch's random kernels, once per process.
 
     If no draw source is in use, the replacements call the original kernels. Returns the libraries,
@@ -239,10 +238,10 @@ def _wrap_kernel(name: str, sampler: Callable[..., Any], original: Any) -> Calla
     def kernel(keys: Any, *arguments: Any, generator: Any = None, **options: Any) -> Any:
         global _call_count
         _call_count += 1
-        if _draw_source is not None and generator is None:
-            return sampler(_draw_source, operator.rstrip("_"), *arguments, **options)
-        if _draw_source is not None:
-            _draw_source.record_own_generator(operator)
+        if DRAW_SOURCES and generator is None:
+            return sampler(DRAW_SOURCES[-1], operator.rstrip("_"), *arguments, **options)
+        if DRAW_SOURCES:
+            DRAW_SOURCES[-1].record_own_generator(operator)
         if takes_generator:
             options["generator"] = generator
         return original.call_boxed(keys, *arguments, **options)
@@ -251,7 +250,7 @@ def _wrap_kernel(name: str, sampler: Callable[..., Any], original: Any) -> Calla
 
 
 @functools.cache
-def _get_torch_random() -> tuple[Any, Any, Tensor]:
+def get_torch_random() -> tuple[Any, Any, Tensor]:
     kernel = torch.library.get_kernel("aten::random_.to", "CPU")
     return (
         kernel,
@@ -262,28 +261,8 @@ def _get_torch_random() -> tuple[Any, Any, Tensor]:
 
 def draw_torch_number() -> int:
     """Draw a number from torch's own generator."""
-    kernel, keys, place = _get_torch_random()
+    kernel, keys, place = get_torch_random()
     return int(kernel.call_boxed(keys, place, 2**62))
-
-
-class _CallCounter(DrawSource):
-    """Counts how often numbers are drawn."""
-
-    count = 0
-
-    def draw_numbers(self, name: str, tensor: Tensor, distribution: Distribution) -> Tensor:
-        """Count the call, and leave the tensor unchanged.
-
-        Args:
-            name: Name of the kernel.
-            tensor: The tensor.
-            distribution: The distribution of the numbers.
-
-        Returns:
-            The tensor.
-        """
-        self.count += 1
-        return tensor
 
 
 def count_random_calls() -> int:
@@ -291,21 +270,8 @@ def count_random_calls() -> int:
 
     The first call of this function replaces them.
     """
-    _replace_kernels()
+    replace_kernels()
     return _call_count
-
-
-def skip_random_calls(call: Callable[[], object]) -> None:
-    """Count the random calls that another rank makes.
-
-    Args:
-        call: Makes the same draws, here with other tensors.
-    """
-    if _draw_source is not None:
-        with use_draw_source(_CallCounter()) as counter:
-            call()
-        for _ in range(counter.count):
-            _draw_source.skip_call()
 
 
 @contextlib.contextmanager
@@ -327,21 +293,3 @@ def use_draw_box(box: DrawBox) -> Iterator[None]:
 def get_draw_box() -> DrawBox:
     """Return the box of the tensor that is being drawn."""
     return _draw_box
-
-
-@contextlib.contextmanager
-def use_draw_source(source: DrawSourceType) -> Iterator[DrawSourceType]:
-    """Use a source of numbers for the random kernels, around forward and backward passes.
-
-    Args:
-        source: The source.
-    """
-    global _draw_source
-    _get_torch_random()
-    _replace_kernels()
-    previous = _draw_source
-    _draw_source = source
-    try:
-        yield source
-    finally:
-        _draw_source = previous

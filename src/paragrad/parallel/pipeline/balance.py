@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from paragrad.datasets.loading import clone_batch
-from paragrad.engine.rng.draws import DrawRecorder
-from paragrad.engine.rng.random_kernels import use_draw_source
+from paragrad.engine.rng.draws import DrawRecorder, use_draw_source
 from paragrad.engine.state.preserve_state import preserve_all_state
 from paragrad.errors import StepFailed
 from paragrad.jobs.loss import LossModule

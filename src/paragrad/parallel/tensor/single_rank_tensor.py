@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from paragrad.engine.rng.random_kernels import count_random_calls, skip_random_calls
+from paragrad.engine.rng.draws import skip_random_calls
+from paragrad.engine.rng.random_kernels import count_random_calls
 from paragrad.errors import StepFailed
 from paragrad.parallel.sharding.autograd_collectives import AxisGroup
 from paragrad.parallel.sharding.sharded_tensor import (

@@ -30,8 +30,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from paragrad.datasets.loading import clone_batch
-from paragrad.engine.rng.draws import DrawRecorder
-from paragrad.engine.rng.random_kernels import use_draw_source
+from paragrad.engine.rng.draws import DrawRecorder, use_draw_source
 from paragrad.engine.state.preserve_state import undo_forward_effects
 from paragrad.engine.state.values import is_differentiable
 from paragrad.engine.unwrap import WrappedTensor

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from paragrad.engine.state.model_identity import ModelIdentity
+from paragrad.trainer.parameter_access import ModelIdentity
 
 pytestmark = pytest.mark.pure
 
