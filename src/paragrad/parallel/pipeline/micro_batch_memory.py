@@ -108,7 +108,7 @@ def measure_whole_model(
     host = LocalPassesHost(
         World(), module, BatchNorm(World(), module.model, lambda *_: None), draws, autocast
     )
-    host.batch_norm.samples = len(micro.positions)
+    host.batch_norm.start_micro_batch(len(micro.positions))
     try:
         with (
             host.key_draws(micro),

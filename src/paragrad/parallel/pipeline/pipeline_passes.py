@@ -531,7 +531,7 @@ class PipelineStep:
             with key_test_draws(host.draws, host.seed, micro.places, first_call):
                 yield
         else:
-            host.batch_norm.samples = len(micro.positions)
+            host.batch_norm.start_micro_batch(len(micro.positions))
             with (
                 host.key_draws(micro, first_call, self.drawn_calls[stage, number]),
                 host.batch_norm,
