@@ -19,7 +19,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -398,7 +398,9 @@ class Exchange(ABC):
         """
 
     def average(self, weight: float) -> None:
-        """Divide the gradients by the global weight; this is the only division.
+        """Divide the gradients by the global weight.
+
+        A step divides once: here, in a subclass that replaces this method, or on a server.
 
         Args:
             weight: The weight summed over all replicas.
@@ -552,14 +554,30 @@ def refuse_moved_parameters(
         )
 
 
-def check_totals(exchange: Exchange) -> list[float]:
+class Totals(NamedTuple):
+    """The totals of a step over all replicas.
+
+    Attributes:
+        weight: The weight of the samples.
+
+        loss: The summed loss.
+
+        stop_requests: The number of ranks with a request to stop.
+
+        doubtful_weight: The part of the weight that may stand for no sample.
+    """
+
+    weight: float
+    loss: float
+    stop_requests: float
+    doubtful_weight: float
+
+
+def check_totals(exchange: Exchange) -> Totals:
     """Return the totals of an exchange, after a check of their number.
 
     Args:
         exchange: Any exchange, also one of the user.
-
-    Returns:
-        (weight, loss, ranks with a request to stop, doubtful weight).
 
     Raises:
         StepFailed: The exchange returned another number of values.
@@ -570,7 +588,7 @@ def check_totals(exchange: Exchange) -> list[float]:
             f"reduce_totals() of {type(exchange).__name__} gives {len(totals)} numbers; give four: "
             "weight, loss, ranks asked to stop, doubtful weight"
         )
-    return totals
+    return Totals(*totals)
 
 
 class NoExchange(Exchange):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -47,15 +48,14 @@ class NoiseObserver(StepObserver):
     def __init__(self, training: Training) -> None:
         self.training = training
 
-    def prepare(self, batch: Batch, inputs: Any, target: Any) -> None:
+    def surround_passes(self, batch: Batch) -> AbstractContextManager[Any]:
         """Begin to measure, if this step is measured.
 
         Args:
             batch: This rank's part of the global batch.
-            inputs: The inputs that `step` received.
-            target: The target that `step` received.
         """
         self.training.noise.begin_step(self.training.state.steps)
+        return contextlib.nullcontext()
 
     def observe_mean_gradients(self, loss: float, weight: float) -> None:
         """Measure the gradient of the whole batch.

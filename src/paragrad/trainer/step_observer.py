@@ -1,4 +1,4 @@
-"""Observers of a training step: what the step calls without knowing it in detail."""
+"""Observers of a training step: what the step calls at fixed places."""
 
 from __future__ import annotations
 
@@ -37,8 +37,17 @@ class StepObserver:
 
     is_periodic = False
 
+    def set_up(self, batch: Batch, inputs: Any, target: Any) -> None:
+        """Build exchange and passes before the first step.
+
+        Args:
+            batch: This rank's part of the global batch.
+            inputs: The inputs that `step` received.
+            target: The target that `step` received.
+        """
+
     def prepare(self, batch: Batch, inputs: Any, target: Any) -> None:
-        """Prepare before the passes of a step.
+        """Prepare a step that is not the first.
 
         Args:
             batch: This rank's part of the global batch.

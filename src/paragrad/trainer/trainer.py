@@ -297,7 +297,7 @@ class Trainer:
             StepFailed: With the tensor.
         """
         try:
-            self.first_step.prepare(self.training.feed.take_batch(inputs, target), inputs, target)
+            self.first_step.set_up(self.training.feed.take_batch(inputs, target), inputs, target)
         except Exception as error:
             raise self.training.report_failure(error) from error
 

@@ -3,7 +3,8 @@
     batch -> loss -> gradients -> exchange -> update
 
 `Training.make_step` calls these stages in this order. What a strategy changes lies in the exchange
-and the passes of `Training.setup`; what only looks at a step is an observer.
+and the passes of `Training.setup`. Observers are called at fixed places of the step. Before step 0
+one of them, `FirstStep`, builds exchange and passes (`trainer/exchange_setup.py`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from paragrad.engine.batch_norm import BatchNorm
 from paragrad.engine.exchange import (
     Exchange,
     ExchangeOptions,
+    Totals,
     check_totals,
     refuse_moved_parameters,
 )
@@ -225,9 +227,10 @@ class Training:
 
         observers: The observers of each step, in order.
 
-        user_model: The model of the user's own loop, or None.
+        user_model: Watches the model of a user's own loop; None for a Job.
 
-        shared_hosts: The hosts on which the ranks share the model's values, or None.
+        shared_hosts: The hosts on which ranks share the model's values until it is partitioned, or
+            None.
 
         model_inspections: The places where techniques partition the model.
 
@@ -272,6 +275,7 @@ class Training:
             optimizer,
             scheduler,
             division,
+            # A training that imitates another strategy runs all its shares; otherwise one.
             list(range(share_count))
             if options.compared_strategy
             else [samples_world.rank % share_count],
@@ -328,15 +332,16 @@ class Training:
             with self.monitor.track_step(state.steps):
                 if self.setup.layout.is_partitioned and self.user_model is not None:
                     self.user_model.follow_changes(self.module.model, self.setup.passes)
+                is_first = self.setup.exchange is None
                 for each in observers:
-                    each.prepare(batch, inputs, target)
+                    (each.set_up if is_first else each.prepare)(batch, inputs, target)
                 sums = self.compute_gradients(batch, inputs, target, observers)
                 sums, totals = self.share_totals(sums)
                 with self.log.record_span("update", "update"):
                     weight = self.resolve_weight(batch, inputs, target, totals)
                     rate = float(state.optimizer.param_groups[0]["lr"])
-                    self.exchange.average_step(weight, sums.scale, totals[2] > 0)
-                    loss = totals[1] / (weight or 1.0)
+                    self.exchange.average_step(weight, sums.scale, totals.stop_requests > 0)
+                    loss = totals.loss / (weight or 1.0)
                     for each in observers:
                         each.observe_mean_gradients(loss, weight)
                     self.draw_alike("update", state.steps, self.exchange.update)
@@ -345,7 +350,8 @@ class Training:
         except Exception as error:
             cause = error if self.setup.exchange is None else self.exchange.find_cause(error)
             raise self.report_failure(cause, self.setup.strategy.trains_clients) from cause
-        result = StepResult(loss, weight, totals[2] + self.exchange.stop_requests > 0)
+        stop_requests = totals.stop_requests + self.exchange.stop_requests
+        result = StepResult(loss, weight, stop_requests > 0)
         self._finish_step(batch, sums, rate, observers)
         return result
 
@@ -386,6 +392,7 @@ class Training:
                 f"the passes of {setup.strategy} leave autocast out; make every forward "
                 "host.use_autocast()"
             )
+        # The sums over ranks end here; DDP began them during backward.
         exchange.finish_passes(sums.weight, sums.loss, setup.module.doubtful_total)
         if setup.layout.is_partitioned:
             setup.layout.sum_shared_gradients(setup.parameters)
@@ -418,7 +425,7 @@ class Training:
             contexts.append(enter_pass_contexts(setup.pass_contexts, exchange.count_bytes))
         return contexts
 
-    def share_totals(self, sums: LossSums) -> tuple[LossSums, list[float]]:
+    def share_totals(self, sums: LossSums) -> tuple[LossSums, Totals]:
         """Share the sums of the rank that has the loss with all ranks of its replica.
 
         Collective. A request to stop is shared with all ranks.
@@ -427,8 +434,7 @@ class Training:
             sums: This rank's own sums.
 
         Returns:
-            The sums of this rank's share, and [weight, loss, stop requests, doubtful weight] of all
-            ranks.
+            The sums of this rank's share, and the totals of all ranks.
         """
         layout = self.setup.layout
         if layout.is_partitioned:
@@ -437,25 +443,28 @@ class Training:
                     [sums.loss, sums.weight, *check_totals(self.exchange)]
                 )
             check_loss_ranks([each[1] for each in rank_numbers], layout.output_rank_count)
-            loss, weight, *totals = rank_numbers[0]
-            totals[2] = max(each[4] for each in rank_numbers)
+            loss, weight, *numbers = rank_numbers[0]
+            totals = Totals(*numbers)
+            stop_requests = max(Totals(*each[2:]).stop_requests for each in rank_numbers)
+            totals = totals._replace(stop_requests=stop_requests)
         else:
             loss, weight, totals = sums.loss, sums.weight, check_totals(self.exchange)
-        self.exchange.keep_weight_share(weight / (totals[0] or 1.0))
+        self.exchange.keep_weight_share(weight / (totals.weight or 1.0))
         return sums._replace(loss=loss, weight=weight), totals
 
-    def resolve_weight(self, batch: Batch, inputs: Any, target: Any, totals: list[float]) -> float:
+    def resolve_weight(self, batch: Batch, inputs: Any, target: Any, totals: Totals) -> float:
         """Return the global weight of a step; a part of the weight may stand for no sample.
 
         Args:
             batch: This rank's part of the global batch.
             inputs: The inputs that `step` received.
             target: The target that `step` received.
-            totals: [weight, loss, stop requests, doubtful weight] of all ranks.
+            totals: The totals of all ranks.
         """
-        weight, _, _, doubtful_weight = totals
-        for each in self.observers if doubtful_weight else ():
-            weight = each.resolve_weight(batch, inputs, target, weight, doubtful_weight)
+        weight = totals.weight
+        # A share may be doubtful in every step, also in one that is not checked.
+        for each in self.observers if totals.doubtful_weight else ():
+            weight = each.resolve_weight(batch, inputs, target, weight, totals.doubtful_weight)
         return weight
 
     def _finish_step(

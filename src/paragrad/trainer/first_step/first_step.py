@@ -78,7 +78,7 @@ class FirstStep(StepObserver):
 
     # ---- before the passes -------------------------------------------------------------------
     def prepare(self, batch: Batch, inputs: Any, target: Any) -> None:
-        """Set up the exchange before the first step, and make the reference step. Collective.
+        """Make the reference step of a later step, of which only the loss is compared. Collective.
 
         Args:
             batch: This rank's part of the global batch.
@@ -86,9 +86,6 @@ class FirstStep(StepObserver):
             target: The target that `step` received.
         """
         training = self.training
-        if training.setup.exchange is None:
-            self._prepare_first(batch, inputs, target)
-            return
         setup = training.setup
         if setup.layout.is_partitioned and not training.options.skip_first_step_check:
             refuse_unequal_copies(setup.layout, setup.parameters, setup.model)
@@ -100,7 +97,14 @@ class FirstStep(StepObserver):
         elif training.state.own_steps == 1:
             training.log.write_choice("loss again", "not checked", reason)
 
-    def _prepare_first(self, batch: Batch, inputs: Any, target: Any) -> None:
+    def set_up(self, batch: Batch, inputs: Any, target: Any) -> None:
+        """Probe the model, make the reference step, and build exchange and passes. Collective.
+
+        Args:
+            batch: This rank's part of the global batch.
+            inputs: The inputs that `step` received.
+            target: The target that `step` received.
+        """
         training = self.training
         validation_probe = reuse_validation_probe(training)
         probe, as_loaded = (
@@ -253,7 +257,7 @@ class FirstStep(StepObserver):
                 pair = convert_batch(given, world.device, torch.float64)
                 copied.feed.repeat_batch(training.feed.samples, pair if as_loaded else None)
                 first_step = FirstStep(copied)
-                first_step.prepare(batch, *pair)
+                first_step.set_up(batch, *pair)
                 if first_step.step_check is None:
                     return None
                 return first_step.find_mismatches(*first_step.average_gradients(batch, *pair))
@@ -286,11 +290,11 @@ class FirstStep(StepObserver):
         # A model may change its inputs in place.
         sums = training.compute_gradients(batch, *clone_batch((inputs, target)))
         sums, totals = training.share_totals(sums)
-        weight = self.resolve_weight(batch, inputs, target, totals[0], totals[3])
+        weight = self.resolve_weight(batch, inputs, target, totals.weight, totals.doubtful_weight)
         if not weight:
             return 0.0, 0.0
         training.exchange.average(weight * sums.scale)
-        return totals[1] / weight, weight
+        return totals.loss / weight, weight
 
     def _empty_user_model(self) -> None:
         """Release the values of the user's own model if it is partitioned."""
