@@ -85,7 +85,7 @@ def test_inexact_pairs_differ_as_declared(pool: Launcher, row: str, column: str)
     assert checked(pool, text, JOBS[column]).value > 1e-6
 
 
-# plain torch draws other dropout masks (ours: test_dropout.py); micro-batches change what batch
+# plain torch draws other dropout masks (ours: test_draws.py); micro-batches change what batch
 # norm sees, there as here
 PLAIN = [
     (row, column)
