@@ -4,10 +4,10 @@ The functions of torch are replaced, not the modules. While a micro-batch runs, 
 is the function of this module. Every batch norm calls it: nn.BatchNorm*, subclasses with their own
 forward, and torch.nn.functional.batch_norm (also if imported by name).
 
-In training, every rank shares (count, mean, M2) of its part. The parts are merged in rank order
-(Chan, Golub, LeVeque 1979). So all ranks get the same statistics, bit for bit, even if their parts
-have unequal sizes. A rank with an empty part runs one sample with weight 0. That rank counts
-nothing, and no gradient flows back through its sample.
+In training, every rank shares (count, mean, M2: the sum of squared deviations from the mean) of its
+part. The parts are merged in rank order (Chan, Golub, LeVeque 1979). So all ranks get the same
+statistics, bit for bit, even if their parts have unequal sizes. A rank with an empty part runs one
+sample with weight 0. That rank counts nothing, and no gradient flows back through its sample.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ SINGLE_SAMPLE_REPAIR = (
 
 @contextmanager
 def combine_sample_parts(worlds: tuple[World, ...]) -> Iterator[None]:
-    """Use this context if each rank holds a part of every sample.
+    """Combine the parts of each sample in the statistics, while this context is active.
 
-    The statistics then also include the parts on the other ranks of these worlds.
+    Each rank holds a part of every sample; the ranks of these worlds hold the other parts.
 
     Args:
         worlds: For each divided axis, the ranks along it that hold the other parts.
@@ -95,8 +95,8 @@ class BatchNorm:
 
         running_statistics: The running statistics that batch norms in training mode received.
 
-        per_sample_calls: Indices of the calls in a micro-batch with statistics inside of samples or
-            weights.
+        per_sample_calls: Calls that normalize each sample, or a weight, by itself, as indices of
+            the calls in a micro-batch. Ranks exchange nothing for them.
 
         call_index: Index of the next batch norm call in this micro-batch.
 
@@ -311,21 +311,26 @@ class BatchNorm:
         index = self.call_index
         self.call_index = self.call_index + 1
         per_sample = self.samples > 1 and not _sample_part_worlds and _is_per_sample(input, weight)
+        # the model is being inspected on this rank only
         if self.is_probing:
             self.per_sample_calls |= {index} if per_sample else set()
-        elif self.is_local and (self.local_statistics or not _sample_part_worlds):
-            if self.samples == 0 and running_mean is not None:
-                return run_torch(False)  # an empty part changes no statistics
-        elif index not in self.per_sample_calls:
-            if per_sample:
-                raise ValueError(
-                    "a batch norm inside of samples came where the first step had one over the "
-                    "batch; let the model call its batch norms in the same order in every step"
-                )
-            return self._normalize_globally(
-                input, weight, bias, running_mean, running_var, momentum, eps, run_torch
+            return run_torch(True)
+        # the statistics of this rank are enough; an empty part changes no running statistics
+        if self.is_local and (self.local_statistics or not _sample_part_worlds):
+            is_empty = self.samples == 0 and running_mean is not None
+            return run_torch(not is_empty)
+        # each sample, or a weight, is normalized by itself
+        if index in self.per_sample_calls:
+            return run_torch(True)
+        if per_sample:
+            raise ValueError(
+                "a batch norm inside of samples came where the first step had one over the "
+                "batch; let the model call its batch norms in the same order in every step"
             )
-        return run_torch(True)
+        # the statistics of all ranks
+        return self._normalize_globally(
+            input, weight, bias, running_mean, running_var, momentum, eps, run_torch
+        )
 
     def _normalize_globally(
         self,
@@ -336,15 +341,20 @@ class BatchNorm:
         running_var: Tensor | None,
         momentum: float,
         eps: float,
-        plain: Callable[[bool], Tensor],
+        run_torch: Callable[[bool], Tensor],
     ) -> Tensor:
-        """Normalize with the statistics of all ranks. `plain(training)` runs the norm of torch."""
+        """Normalize with the statistics of all ranks.
+
+        `run_torch(training)` runs the norm of torch.
+        """
         gather = functools.partial(self.gather_rows, worlds=_sample_part_worlds)
         count, mean, m2 = merge_moments(
             gather(_compute_moments(x.detach(), has_samples=self.samples > 0))
         )
-        if count == 0:  # the part of every rank is empty
-            return plain(running_mean is None)
+        # The part of every rank is empty. Its stand-in sample changes no running statistics: they
+        # normalize it, or its own statistics if there are none.
+        if count == 0:
+            return run_torch(running_mean is None)
         if count == 1:
             raise ValueError(f"{TOO_FEW_VALUES}, got 1 over all ranks; {SINGLE_SAMPLE_REPAIR}")
         if running_mean is not None:
@@ -408,10 +418,10 @@ def _has_compiled_batch_norm(model: nn.Module) -> bool:
 
 
 def _is_per_sample(x: Tensor, weight: Tensor | None) -> bool:
-    """Return whether the statistics of a part with several samples are not taken over the samples.
+    """Return whether a call on a part with several samples normalizes each sample by itself.
 
-    Some code uses batch_norm for instance norm (samples x channels as channels), or to standardize
-    a weight.
+    Some code uses batch_norm for instance norm (samples x channels as channels). Other code
+    normalizes a weight with it, which has no samples; this counts too.
     """
     return x.shape[0] == 1 and not isinstance(weight, nn.Parameter)
 
