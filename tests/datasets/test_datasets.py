@@ -38,7 +38,7 @@ from paragrad.datasets.dataset_files import (
 )
 from paragrad.datasets.idx import read_idx, read_labelled_images
 from paragrad.datasets.loading import Samples
-from paragrad.datasets.mnist import DEVIATION, MEAN, load_mnist
+from paragrad.datasets.mnist import MEAN, STANDARD_DEVIATION, load_mnist
 from paragrad.datasets.tinyshakespeare import (
     CHARACTER_NUMBERS,
     CHARACTERS,
@@ -514,7 +514,7 @@ def test_a_batch_of_mnist(small: Path) -> None:
     assert images.dtype == torch.float32
     assert labels.tolist() == [3, 0, 3]
     assert labels.dtype == torch.int64
-    expected = (torch.from_numpy(pixels(20)[[3, 0, 13]]).double() / 255 - MEAN) / DEVIATION
+    expected = (torch.from_numpy(pixels(20)[[3, 0, 13]]).double() / 255 - MEAN) / STANDARD_DEVIATION
     assert torch.allclose(images[:, 0].double(), expected, atol=1e-6)
     assert dataset[3][0].shape == (1, 28, 28)
     assert torch.equal(dataset[3][0], images[0])

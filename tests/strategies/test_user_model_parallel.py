@@ -442,7 +442,7 @@ class Nothing(Columns):
             r"0\.weight has the shape \(8, 10\), and what it says to hold of 0\.weight, whole "
             r"\(16, 10\), has another",
         ),
-        (Nothing(2), r"the share of nothing is a Sequential; return a paragrad\.ModelShard"),
+        (Nothing(2), r"the shard of nothing is a Sequential; return a paragrad\.ModelShard"),
     ],
 )
 def test_incomplete_partition_is_refused(chosen: pg.Strategy, says: str, tmp_path: Path) -> None:

@@ -21,12 +21,13 @@ from paragrad.runtime.stop_signals import raise_on_stop_signals
 def use_exit_codes() -> Iterator[None]:
     """End the command with an exit code, and print the message last.
 
-    The codes are: 0 done (or stopped by SIGTERM and saved), 1 a run failed, 2 refused, 130 stopped.
+    The codes are: 0 done (or stopped by SIGTERM and saved, or the reader of the output closed the
+    pipe), 1 a run failed, 2 refused, 130 stopped.
     """
     warnings.showwarning = lambda message, *_, **__: print(f"paragrad: {message}", file=sys.stderr)
     try:
-        # SIGTERM ends a launched rank at once: it may wait for others in C++, where Python calls
-        # no handler
+        # Under a launcher no handler is installed, so that SIGTERM ends the rank at once: a rank
+        # may wait for others in C++, where Python calls no handler.
         with raise_on_stop_signals() if detect_launch() is None else nullcontext():
             yield
             # a full disk fails here, not at the interpreter's exit
@@ -58,7 +59,7 @@ def use_exit_codes() -> Iterator[None]:
 
 
 def _write_stream(stream: TextIO, text: str = "") -> bool:
-    """Write text and flush the stream; tell whether that worked.
+    """Write text and flush the stream; return whether that worked.
 
     If it fails, the stream is redirected. Otherwise Python would try again at its end, and print a
     message of its own.

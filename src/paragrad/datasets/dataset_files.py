@@ -88,7 +88,7 @@ def locate_files(dataset: str, data: Path | None) -> dict[str, Path]:
         The paths, by unpacked file name.
 
     Raises:
-        Refused: A file cannot be had. The message says which files to put where.
+        Refused: A file cannot be found or downloaded. The message says which files to put where.
     """
     return (
         {

@@ -14,7 +14,7 @@ from paragrad.errors import Refused
 
 # mean and standard deviation of the pixels of the 60,000 training images, scaled to [0, 1]
 MEAN = 0.1307
-DEVIATION = 0.3081
+STANDARD_DEVIATION = 0.3081
 
 
 class MnistImages(TensorDataset):
@@ -24,11 +24,12 @@ class MnistImages(TensorDataset):
     the batch is converted to floating point.
     """
 
+    # `Samples` (loading.py) then asks for a whole batch at once, by a list of indices
     whole_batches = True
 
     def __getitem__(self, index: Any) -> tuple[Tensor, Tensor]:
         pixels, labels = super().__getitem__(index)
-        return (pixels.unsqueeze(-3).float() / 255 - MEAN) / DEVIATION, labels
+        return (pixels.unsqueeze(-3).float() / 255 - MEAN) / STANDARD_DEVIATION, labels
 
 
 def load_mnist(data: Path | None, train: bool) -> MnistImages:
@@ -42,7 +43,7 @@ def load_mnist(data: Path | None, train: bool) -> MnistImages:
         The dataset.
 
     Raises:
-        Refused: The files cannot be had, or hold other images.
+        Refused: The files cannot be found or downloaded, or hold other images.
     """
     files = locate_files("mnist", data)
     prefix = "train" if train else "t10k"

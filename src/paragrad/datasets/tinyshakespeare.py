@@ -77,7 +77,7 @@ def load_windows(data: Path | None, train: bool, length: int) -> Windows:
         The dataset.
 
     Raises:
-        Refused: The text cannot be had, or is shorter than a window.
+        Refused: The text cannot be found or downloaded, or is shorter than a window.
     """
     text = _read_text(data)
     boundary = int(TRAINING_SHARE * len(text))
@@ -103,7 +103,7 @@ def load_speeches(data: Path | None, train: bool, length: int) -> Speeches:
         The dataset.
 
     Raises:
-        Refused: The text cannot be had.
+        Refused: The text cannot be found or downloaded.
     """
     text = _read_text(data)
     # a speech is a block of lines without an empty line

@@ -14,11 +14,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 class ActivationMeter:
     """Counts the bytes of storages while they are in use; each storage is counted once.
 
-    It counts tensors that autograd saves for a backward pass, messages, and gradients that wait.
+    It counts tensors that autograd saves for a backward pass, and messages between stages. It also
+    counts gradients of outputs from which a zero bubble schedule computes weight gradients later.
     Parameters, buffers and the batch are in memory all the time, so they are excluded.
 
-    The meter does not see the temporary memory of an operation. It does not see either what a model
-    with gradient checkpointing recomputes in its backward pass.
+    The meter does not see the temporary memory of an operation. Nor does it see what a model with
+    gradient checkpointing recomputes in its backward pass.
 
     Args:
         excluded: Tensors that are not counted.
@@ -41,7 +42,7 @@ class ActivationMeter:
         self.exclude_tensors(excluded)
 
     def forget_peak(self) -> None:
-        """Count the peak anew from now on."""
+        """Set the peak to 0."""
         self.peak_bytes = 0
 
     def exclude_tensors(self, tensors: Iterable[Tensor]) -> None:

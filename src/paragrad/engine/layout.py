@@ -4,9 +4,10 @@ Tied weights may belong to several ranks; the layout sums their gradients over t
 Gradient clipping uses the norm over the serial tensors, so every strategy clips as one worker
 does.
 
-All techniques that divide a model use this module. Several features follow from the layout:
-checkpoints, the comparison with one worker, and the norm of gradients. It also gives the gradients
-of tensors that several ranks own, and the ranks that share the loss.
+All techniques that divide a model use this module. Each of the ranks that together hold a replica
+has a layout. Several features follow from it: checkpoints, the comparison with one worker, and the
+norm of gradients. It also gives the gradients of tensors that several ranks own, and the ranks that
+share the loss.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from paragrad.engine.optimizer.optimizer_state import select_global_state
-from paragrad.engine.state.empty_parameter import EmptyTensor
+from paragrad.engine.state.empty_tensor import EmptyTensor
 from paragrad.errors import StepFailed
 from paragrad.planner.cost_formulas import count_collective_bytes
 from paragrad.runtime.world import World

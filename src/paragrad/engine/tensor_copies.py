@@ -1,4 +1,4 @@
-"""Tensors that several ranks of one replica hold, kept equal bit for bit."""
+"""Make the copies of a tensor on several ranks of one replica equal, bit for bit."""
 
 from __future__ import annotations
 
@@ -14,25 +14,24 @@ from paragrad.engine.state.values import get_accumulation_dtype
 TensorKey = tuple[str, str]  # name of a serial tensor, and which part of it
 
 
-class DuplicateTensors:
-    """Finds and synchronizes the tensors that several ranks of one replica hold.
+class TensorCopies:
+    """The tensors that several ranks of one replica hold.
 
-    The duplicates are found at the first request. All ranks of the replica must make that request
-    together.
+    They are found at the first request. All ranks of the replica must make that request together.
 
     Args:
         layout: Which part of the serial model this rank holds.
         model_part: The part of the model on this rank.
 
     Attributes:
-        duplicates: For each duplicate its shape and the dtype in which it is sent; None before the
-            first request.
+        copied_tensors: For each tensor that several ranks hold, its shape and the dtype in which it
+            is sent; None before the first request.
     """
 
     def __init__(self, layout: Layout, model_part: nn.Module) -> None:
         self.layout = layout
         self.model_part = model_part
-        self.duplicates: dict[TensorKey, tuple[tuple[int, ...], torch.dtype]] | None = None
+        self.copied_tensors: dict[TensorKey, tuple[tuple[int, ...], torch.dtype]] | None = None
 
     def synchronize_copies(self, tensors: Mapping[str, Tensor]) -> None:
         """Overwrite every copy in place with the primary copy.
@@ -43,21 +42,22 @@ class DuplicateTensors:
             tensors: Some tensors by local name. For each of them, all ranks that hold a copy must
                 pass it.
         """
-        if not (duplicates := self._get_duplicates()):
+        if not (copied_tensors := self._get_copied_tensors()):
             return
         local_names = {self._make_tensor_key(name): name for name in tensors}
-        is_present = torch.tensor([float(key in local_names) for key in duplicates])
+        is_present = torch.tensor([float(key in local_names) for key in copied_tensors])
         requested = [
             key
             for key, ranks in zip(
-                duplicates, self._sum_over_ranks(is_present).tolist(), strict=True
+                copied_tensors, self._sum_over_ranks(is_present).tolist(), strict=True
             )
             if ranks
         ]
-        for dtype in dict.fromkeys(duplicates[key][1] for key in requested):  # a message for each
-            keys = [key for key in requested if duplicates[key][1] == dtype]
+        for dtype in dict.fromkeys(copied_tensors[key][1] for key in requested):
+            # one message for each dtype
+            keys = [key for key in requested if copied_tensors[key][1] == dtype]
             primaries = [
-                torch.zeros(duplicates[key][0], dtype=dtype, device=self.layout.world.device)
+                torch.zeros(copied_tensors[key][0], dtype=dtype, device=self.layout.world.device)
                 for key in keys
             ]
             for primary, name in zip(primaries, map(local_names.get, keys), strict=True):
@@ -73,20 +73,20 @@ class DuplicateTensors:
                 if name is not None:
                     tensors[name].detach().copy_(primary.view_as(tensors[name]))
 
-    def list_duplicate_names(self) -> set[str]:
+    def list_copied_names(self) -> set[str]:
         """Return the local names of tensors that other ranks of this replica hold too.
 
         Collective over the ranks of a replica, at the first request.
         """
-        duplicates = self._get_duplicates()
-        return {name for name in self.layout.specs if self._make_tensor_key(name) in duplicates}
+        copied_tensors = self._get_copied_tensors()
+        return {name for name in self.layout.specs if self._make_tensor_key(name) in copied_tensors}
 
-    def _get_duplicates(self) -> dict[TensorKey, tuple[tuple[int, ...], torch.dtype]]:
-        if self.duplicates is None:
-            self.duplicates = self._find_duplicates() if self.layout.is_partitioned else {}
-        return self.duplicates
+    def _get_copied_tensors(self) -> dict[TensorKey, tuple[tuple[int, ...], torch.dtype]]:
+        if self.copied_tensors is None:
+            self.copied_tensors = self._find_copied_tensors() if self.layout.is_partitioned else {}
+        return self.copied_tensors
 
-    def _find_duplicates(self) -> dict[TensorKey, tuple[tuple[int, ...], torch.dtype]]:
+    def _find_copied_tensors(self) -> dict[TensorKey, tuple[tuple[int, ...], torch.dtype]]:
         """Find the tensors that more than one rank holds, in the same order on all ranks."""
         named = {
             **dict(self.model_part.named_parameters()),

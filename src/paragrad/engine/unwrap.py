@@ -1,4 +1,4 @@
-"""Tensors that stand for other tensors, and the functions that such tensors share.
+"""A base class for tensors that stand for a plain tensor, and helpers that all such classes use.
 
 A sharded tensor (`parallel/sharding/sharded_tensor.py`) has the shape of the whole tensor and
 holds a part of its values. The engine does not know how it is divided: it calls `unwrap`.
@@ -30,7 +30,7 @@ def unwrap(value: Tensor) -> Tensor:
 
 
 # properties and functions that depend on shape, type and layout alone, never on values
-GLOBAL_ATTRIBUTES = frozenset(
+VALUE_FREE_ATTRIBUTES = frozenset(
     (
         "shape",
         "size",

@@ -7,6 +7,9 @@ For example:
        0 | >1:0 <2:2+ >1:2 [<2:1+] >1:1 <2:0 >1:0 ...
        1 | says nothing
        2 | >0:2 [<1:1+] >0:1 <1:0+ ...
+
+In a line, `[...]` marks the present action of the rank. The last actions stand before it, and the
+next ones after it. `text_drawing.py` explains how an action is written.
 """
 
 from __future__ import annotations
@@ -19,8 +22,8 @@ from datetime import timedelta
 
 from paragrad.runtime.world import World
 
-# Time for the other ranks to share their statuses. A rank that waits for this one fails with it,
-# within milliseconds.
+# Time for the other ranks to share their statuses. A rank that waits for this one fails soon after
+# this one does, so 2 s are enough.
 STATUS_SECONDS = 2.0
 
 
@@ -49,7 +52,7 @@ class RankStatus:
 class DeadlockReport:
     """The statuses of all ranks, collected in a thread.
 
-    The store may be out of reach, or blocked by a rank that waits in it. Therefore the thread.
+    The store may be out of reach, or blocked by a rank that waits in it. So a thread asks it.
 
     Args:
         world: The world of the ranks.

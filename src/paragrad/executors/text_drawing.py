@@ -13,7 +13,7 @@ from paragrad.schedules.actions import Compute, Recv, Schedule, Send, Slot
 
 
 def draw_text(schedule: Schedule, size: int) -> str:
-    """Return the drawing of a schedule, with at most as many columns as it has rounds.
+    """Return the drawing of a schedule: a line for each rank, a column for each round.
 
     Args:
         schedule: The schedule.
@@ -27,9 +27,9 @@ def draw_text(schedule: Schedule, size: int) -> str:
     widths = [max(len(row[column]) for row in cells) for column in range(diagram.columns)]
     margin = len(str(size - 1))
     return "\n".join(
-        f"{rank:>{margin}} | " + "   ".join(map(str.ljust, row, widths)).rstrip()
+        (f"{rank:>{margin}} | " + "   ".join(map(str.ljust, row, widths))).rstrip()
         for rank, row in enumerate(cells)
-    ).replace("| \n", "|\n")
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,9 @@ class Arrow:
 
 class Diagram:
     """The actions of each rank by round, and the messages.
+
+    It is an `Interpretation` (interpreter.py): `read` is called for each Send, `write` for each
+    Recv, and `compute` for each Compute.
 
     Attributes:
         cells: For each rank, the texts of its actions in each column.

@@ -1,4 +1,4 @@
-"""A synchronous training in which any process may die, and nothing is lost.
+"""Recovery of a synchronous training in which any process may die: nothing is lost.
 
 The servers hold all state. Workers are ranks of one world, as under `data`, and servers are
 processes beside it. When a worker dies, or waits for another in vain, all workers are ended. The

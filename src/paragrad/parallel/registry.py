@@ -1,6 +1,6 @@
-"""The registry of techniques: which module runs a strategy.
+"""The registry of techniques: which module runs a strategy, and what that module provides.
 
-A module is imported when it is used.
+A module provides a model shard, an exchange or passes. It is imported when it is used.
 """
 
 from __future__ import annotations
@@ -28,10 +28,14 @@ from paragrad.runtime import stragglers
 from paragrad.runtime.world import World
 from paragrad.strategies.strategy import Strategy, list_factors
 
-# Modules with a function make_exchange(strategy, replica, world, log, options), or
-# shard_model(strategy, model, example, axis). If a module has inspect_model(strategy, model,
-# example), shard_model gets the result of the first rank as another argument. A module with
-# its own order of passes has make_passes(strategy, host, exchange).
+# Each module has some of these functions:
+#   make_exchange(strategy, replica, world, log, options)
+#   shard_model(strategy, model, example, axis): with inspect_model, it gets the result of the first
+#       rank as another argument
+#   inspect_model(strategy, model, example): called before the model is divided
+#   check_model(strategy, model, example, tested): called by validation (`list_model_checks`)
+#   describe_layers(strategy, model, inputs, samples): lines of text (`describe_model_layers`)
+#   make_passes(strategy, host, exchange): if the technique has its own order of passes
 TECHNIQUE_MODULES = {
     "serial": "paragrad.parallel.data",
     "data": "paragrad.parallel.data",
@@ -76,13 +80,16 @@ def has_model_shards(strategy: Strategy) -> bool:
 
 
 def list_model_checks(strategy: Strategy) -> list[Callable[[nn.Module, Any, bool], None]]:
-    """Return the checks of factors that can tell during validation whether they can divide a model.
+    """Return, for each factor that has one, the check whether it can divide a model.
+
+    Validation runs these checks.
 
     Args:
         strategy: The strategy.
 
     Returns:
-        Functions check(model, example, tested), which raise StepFailed.
+        Functions check(model, example, tested), which raise StepFailed. With `tested`, the model
+        must run in eval mode too, because the job has a test.
     """
     return [
         check
@@ -165,22 +172,22 @@ def build_model_shard(
     ]
     for factor in dividing:
         # rank 0 inspects once and shares the result, so that all replicas are divided equally
-        inspects = _find_function(factor, "inspect_model")
-        if inspects and factor.name not in inspections:
+        inspect_model = _find_function(factor, "inspect_model")
+        if inspect_model and factor.name not in inspections:
             with stragglers.explain_timeout("rank 0 looks where to cut the model"):
                 inspections[factor.name] = world.broadcast_object(
-                    inspects(model, example) if world.rank == 0 else None
+                    inspect_model(model, example) if world.rank == 0 else None
                 )
     for factor in dividing:
         if shard_function := _find_function(factor, "shard_model"):
             axes = [axis.name for axis in factor.axes if axis.divides != "samples"]
             try:
-                inspects = factor.name in inspections
+                is_inspected = factor.name in inspections
                 factor_shard = shard_function(
                     shard.model,
                     example,
                     world.select_axes(axes),
-                    *([inspections[factor.name]] if inspects else []),
+                    *([inspections[factor.name]] if is_inspected else []),
                 )
             except Exception as error:
                 if is_builtin_technique(factor) or isinstance(error, StepFailed):
@@ -190,7 +197,7 @@ def build_model_shard(
                 ) from error
             if not isinstance(factor_shard, ModelShard):
                 raise StepFailed(
-                    f"the share of {factor.name} is a {type(factor_shard).__name__}; return a "
+                    f"the shard of {factor.name} is a {type(factor_shard).__name__}; return a "
                     "paragrad.ModelShard"
                 )
             shard = factor_shard.compose_with(shard)
@@ -230,7 +237,7 @@ def build_exchange(
 ) -> Exchange:
     """Build the exchange of a resolved strategy. Collective.
 
-    For a product, it is the exchange of the factor that has one, along the axes of that factor. A
+    In a product, at most one factor has an exchange; its ranks are those along its own axes. A
     single replica needs no exchange. A strategy of the user has a method `make_exchange(replica,
     world, log, options)`.
 
@@ -252,7 +259,7 @@ def build_exchange(
     if factors := select_factors(strategy, "make_exchange"):  # at most one (see validation)
         axis_world = (
             world
-            if strategy in factors
+            if strategy in factors  # not a product
             else world.select_axes([axis.name for axis in factors[0].axes])
         )
         result = _find_function(factors[0], "make_exchange")(replica, axis_world, log, options)
@@ -261,11 +268,13 @@ def build_exchange(
             f"the exchange of {factors[0].name} is a {type(result).__name__}; return a "
             "paragrad.Exchange"
         )
-    need = "serve" if options.is_server(strategy, world.rank) else "dismiss_servers"
-    if strategy.servers and getattr(type(result), need) is getattr(Exchange, need):
+    required_method = "serve" if options.is_server(strategy, world.rank) else "dismiss_servers"
+    if strategy.servers and getattr(type(result), required_method) is getattr(
+        Exchange, required_method
+    ):
         raise StepFailed(
-            f"{strategy} has servers, and its {type(result).__name__} no {need}; give it a method "
-            f"{need}(self)"
+            f"{strategy} has servers, and its {type(result).__name__} no {required_method}; "
+            f"give it a method {required_method}(self)"
         )
     if unused := {what for values in replica.restored_tensors.values() for what in values} - set(
         result.saved_names
@@ -277,13 +286,14 @@ def build_exchange(
 
 
 def build_passes(strategy: Strategy, host: PassesHost, exchange: Exchange) -> Passes:
-    """Build the passes of a strategy; by default those of one worker.
+    """Build the passes of a strategy.
 
-    A strategy of the user may have a method `make_passes(host, exchange)`.
+    By default they run one micro-batch after another (`SequentialPasses`). A strategy of the user
+    may have a method `make_passes(host, exchange)`.
 
     Args:
         strategy: The strategy.
-        host: The trainer.
+        host: The `Training`, seen as `PassesHost`.
         exchange: The exchange of this rank.
 
     Returns:

@@ -1,1 +1,6 @@
-"""Cost models: what exchanges, layers and whole steps cost, predicted before they run."""
+"""Cost models: predictions of exchanges, models and steps.
+
+simulation.py     what an exchange costs
+profile.py        what work a model has
+step_timeline.py  how long a step takes, from earlier steps of the same run
+"""

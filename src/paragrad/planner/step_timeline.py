@@ -1,8 +1,8 @@
-"""A measured step and its prediction by the clock: two Timelines for the page and for a benchmark.
+"""A measured step, and the prediction of a step by the clock, as Timelines.
 
-The clock plays the strategy's own schedule. A run records some steps in detail. The first of these
-give the duration of each task: the median of its kind on its rank. The prediction is compared with
-the later ones, which it has not seen.
+They are for the page and for a benchmark. The clock plays the strategy's own schedule. A run
+records some steps in detail. The first of these give the duration of each task: the median of its
+kind on its rank. The prediction is compared with the later ones, which it has not seen.
 """
 
 from __future__ import annotations

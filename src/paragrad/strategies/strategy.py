@@ -3,6 +3,9 @@
     s = strategy("data(2, reduce=ring)")      # == Data(2, reduce=Ring())
     s.workers, s.exact, s * Tensor(2)
 
+`s * Tensor(2)` is a product of two factors. Its ranks form a grid, in which each factor has axes of
+its own.
+
 `parallel/registry.py` maps a strategy to the code that runs inside a rank. A user's own strategy
 provides this code itself (`make_exchange`).
 """

@@ -1,4 +1,4 @@
-"""The exchange and the passes of a training are built, and the model is partitioned before.
+"""Partition the model, then build the exchange and the passes of a training.
 
 Collective of all ranks, before the first step.
 """

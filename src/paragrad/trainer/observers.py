@@ -67,7 +67,7 @@ class NoiseObserver(StepObserver):
         self.training.noise.measure_mean_gradient(self.training.exchange.gather_mean_gradients)
 
     def finish(self, batch: Batch, sums: LossSums, rate: float) -> None:
-        """End to measure: a rehearsal of the next step is not measured.
+        """Stop measuring, so that a rehearsal of the next step is not measured.
 
         Args:
             batch: This rank's part of the global batch.

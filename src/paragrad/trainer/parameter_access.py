@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from paragrad.engine.layout import Layout, remove_model_values
 from paragrad.engine.passes import Passes
-from paragrad.engine.state.empty_parameter import NO_VALUES_MESSAGE
+from paragrad.engine.state.empty_tensor import NO_VALUES_MESSAGE
 from paragrad.engine.state.preserve_state import (
     INTERNAL_ATTRIBUTES,
     PythonState,

@@ -48,8 +48,8 @@ class TrainerOptions:
 
         exchange_options: The options of the exchange.
 
-        compared_strategy: Make one worker's step in a form that can be compared with this strategy:
-            the union of all ranks' parts, micro-batch by micro-batch.
+        compared_strategy: The strategy that this one-worker training imitates for a comparison, or
+            None: it runs the parts of all ranks, micro-batch by micro-batch.
 
         reverse: Whether each micro-batch is reversed (the rounding baseline).
 

@@ -32,10 +32,11 @@ class StepObserver:
     """Base class of observers. A step calls these methods in this order.
 
     Attributes:
-        is_periodic: Whether it observes the steps 1, 2, 4, 8, ... only.
+        observes_checked_steps_only: Whether it observes only the steps that are checked: 1, 2, 4,
+            8, ...
     """
 
-    is_periodic = False
+    observes_checked_steps_only = False
 
     def set_up(self, batch: Batch, inputs: Any, target: Any) -> None:
         """Build exchange and passes before the first step.

@@ -47,7 +47,9 @@ from paragrad.trainer.training import Training
 
 
 class Trainer:
-    """One rank of a resolved strategy, over a model on the world's device.
+    """What a loop calls on one rank: batches, steps, tests, checkpoints.
+
+    The setup, the state and the step are in `training`. The model is on the world's device.
 
     Args:
         world: The ranks.

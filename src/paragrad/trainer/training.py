@@ -325,7 +325,11 @@ class Training:
             StepFailed: With the step and the tensor.
         """
         state = self.state
-        observers = [each for each in self.observers if state.is_check_due or not each.is_periodic]
+        observers = [
+            each
+            for each in self.observers
+            if state.is_check_due or not each.observes_checked_steps_only
+        ]
         try:
             batch = self.feed.take_batch(inputs, target)
             target = inputs if target is None else target

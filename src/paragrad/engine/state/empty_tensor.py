@@ -11,18 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from paragrad.engine.unwrap import GLOBAL_ATTRIBUTES, get_function_name
+from paragrad.engine.unwrap import VALUE_FREE_ATTRIBUTES, get_function_name
 from paragrad.errors import StepFailed
 
 NO_VALUES_MESSAGE = (
-    "the model is cut, and {} has no values from the first step to the end of the with: test by "
-    "trainer.evaluate(dataset), read trainer.state() and trainer.gradients() (an average of the "
-    "weights too), save by "
-    "trainer.save(folder), and write to it before the first step or after the with (after an "
-    "exception, load a "
-    "checkpoint into another model)"
+    "the model is cut, and {} has no values from the first step to the end of `with "
+    "parallelize(...)`: test by trainer.evaluate(dataset), read trainer.state() (also for a "
+    "running average of the weights) and trainer.gradients(), save by trainer.save(folder), and "
+    "write to it before the first step or after the `with` (after an exception, load a checkpoint "
+    "into another model)"
 )
-ALLOWED_FUNCTIONS = GLOBAL_ATTRIBUTES | {
+ALLOWED_FUNCTIONS = VALUE_FREE_ATTRIBUTES | {
     "requires_grad",
     "requires_grad_",
     "is_leaf",
@@ -70,9 +69,10 @@ class EmptyTensor(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = get_function_name(func)
         first = args[0] if args else None
+        # `optimizer.zero_grad` reads gradients, and sets them to None or to zero
         if name == "grad" and isinstance(first, EmptyTensor):
             return _access_gradient(first, *args[1:])
-        # code moves inputs to this device
+        # a loop moves its inputs to the device of a parameter: not `meta`, but the original one
         if name in ("device", "is_cpu", "is_cuda") and isinstance(first, EmptyTensor):
             return (
                 first.original_device
@@ -93,7 +93,10 @@ class EmptyTensor(Tensor):
 
 
 def _access_gradient(tensor: EmptyTensor, *value: Any) -> EmptyTensor | None:
-    """Return the gradient of an empty tensor, or set it to None."""
+    """Read the gradient of an empty tensor, or write `value` to it, which must be None.
+
+    A gradient is an empty tensor too. A tensor that is not trained has the gradient None.
+    """
     if value and value[0] is not None:
         raise StepFailed(NO_VALUES_MESSAGE.format(f"the gradient of {tensor.label}"))
     if value or not tensor.requires_grad:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from paragrad.engine.state.empty_parameter import EmptyTensor
+from paragrad.engine.state.empty_tensor import EmptyTensor
 
 IMMUTABLE_TYPES = (
     type(None),

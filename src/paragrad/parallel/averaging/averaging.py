@@ -37,9 +37,9 @@ from paragrad.engine.exchange import (
 from paragrad.engine.layout import OptimizerState, copy_to_host
 from paragrad.engine.optimizer.modes import has_modes
 from paragrad.engine.optimizer.optimizer_state import load_parameter_state
-from paragrad.engine.replica_check import DuplicateTensors
 from paragrad.engine.state.preserve_state import ModuleSnapshot, list_replaced_parameters
 from paragrad.engine.state.values import get_accumulation_dtype, is_same_value
+from paragrad.engine.tensor_copies import TensorCopies
 from paragrad.errors import StepFailed
 from paragrad.parallel.averaging.averageable_state import (
     ONE_SHAPE_HINT,
@@ -170,7 +170,7 @@ class AveragingExchange(GradientBucketExchange):
         self.strategy = strategy
         self.world = world
         self.step = replica.completed_steps
-        self.copies = DuplicateTensors(self.layout, self.loss_module.model)
+        self.copies = TensorCopies(self.layout, self.loss_module.model)
         # an injected fault
         self.fault_factor = world.size if options.inject_fault == "mean_twice" else 1
         self.initial_parameters = dict(self.loss_module.model.named_parameters())

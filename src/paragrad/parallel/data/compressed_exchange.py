@@ -7,8 +7,8 @@ after the forward passes, when the weights are known. All of it happens after ba
 `average`, which also does the one division by the weight.
 
 Each tensor is compressed by itself, and its residual is stored under its name. So only the rounding
-of its sum depends on which tensors travel together. In a partitioned model, duplicate tensors are
-synchronized (`engine/replica_check.py`) before they are used.
+of its sum depends on which tensors travel together. In a partitioned model, the copies of a
+tensor are made equal (`engine/tensor_copies.py`) before they are used.
 
 Payloads that can be added travel along the all-reduce. Other payloads are gathered on every rank,
 and every rank adds them in the order of ranks, so all ranks apply the same bits. If that would take
@@ -25,8 +25,8 @@ from torch import Tensor
 
 from paragrad.engine.exchange import CHECKPOINT_TRAFFIC, ExchangeOptions, Replica
 from paragrad.engine.layout import OptimizerState, copy_to_host
-from paragrad.engine.replica_check import DuplicateTensors
 from paragrad.engine.state.values import get_accumulation_dtype
+from paragrad.engine.tensor_copies import TensorCopies
 from paragrad.executors.transport import Traffic
 from paragrad.parallel.compression.compressed_reduce import DENSE_BYTES, CompressedReduce
 from paragrad.parallel.compression.feedback import (
@@ -135,7 +135,7 @@ class CompressedExchange(VectorSumExchange):
         ][::-1]
         self.small_names = set(self.trained) - set(large)
         names = {each: name for name, each in self.trained.items()}
-        self.copies = DuplicateTensors(self.layout, self.loss_module.model)
+        self.copies = TensorCopies(self.layout, self.loss_module.model)
         self.buckets = [
             [names[each] for each in bucket]
             for bucket in split_into_buckets(self.trained[name] for name in large)
@@ -182,10 +182,10 @@ class CompressedExchange(VectorSumExchange):
         """
         self.compression.replace_compressor(self.compressor.adapt_to_epoch(self.epoch))
         scale = self._compute_scale(1.0 / weight)
-        # since `finish`, owners have added the gradients of their duplicates
+        # since `finish`, owners have added the gradients of their copies
         if self.layout.is_partitioned:
             self._share_used_names()
-        shared = self.copies.list_duplicate_names()
+        shared = self.copies.list_copied_names()
         copies = dict[str, Tensor]()
         for means in self._compute_means(scale):
             copies |= {name: means.pop(name) for name in means.keys() & shared}

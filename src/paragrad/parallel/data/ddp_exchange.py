@@ -3,9 +3,9 @@
 Every worker computes its share of the batch. Gradients are summed over all workers. DDP divides the
 gradients into buckets and calls a communication hook when a bucket is ready. The contract with DDP:
 
-* Backward runs on the *sum* of losses, and the exchange sums gradients. The trainer divides once by
-  the global weight, for every strategy, `serial` included. The weight itself travels as one more
-  gradient (`CountingLoss`).
+* Backward runs on the *sum* of losses, and the exchange sums gradients. `Exchange.average`
+  divides once by the global weight, for every strategy, `serial` included. The weight itself
+  travels as one more gradient (`CountingLoss`).
 * Every algorithm, `native` too, goes through the same communication hook. The hook queues the
   bucket and returns a Future. One thread per rank sums the buckets in DDP's order, over a process
   group of its own.

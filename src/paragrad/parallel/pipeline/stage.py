@@ -106,6 +106,8 @@ def keep_stage_tensors(
 ) -> dict[str, ShardSpec]:
     """Keep the tensors of this rank's stages; all others lose their values.
 
+    Tied weights: a parameter that stages on several ranks use is kept on each of these ranks. Its
+    `gradient_worlds` name the ranks, and `Layout.sum_shared_gradients` sums its gradients.
     Collective over the axis.
 
     Args:

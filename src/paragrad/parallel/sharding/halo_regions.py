@@ -1,8 +1,10 @@
-"""Which elements ranks fetch from each other along a dimension on which a window slides.
+"""Which elements a halo has, along a dimension on which a window slides.
 
-This module does not import torch. Every output needs some inputs: a convolution needs a window of
-them, a reflecting pad one, an interpolation two or four. The outputs are divided evenly. A rank
-fetches the inputs that its outputs need and that it does not hold: the halo.
+Every output needs some inputs: a convolution needs a window of them, a reflecting pad one, an
+interpolation two or four. The outputs are divided evenly. The inputs that a rank's outputs need and
+that the rank does not hold are its halo.
+
+This module computes the halo, without torch; `window_rules.fetch_halo` fetches it.
 """
 
 from __future__ import annotations

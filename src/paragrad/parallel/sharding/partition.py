@@ -1,4 +1,4 @@
-"""How a dimension of a tensor is divided over ranks, and how reshapes and slices change that.
+"""The partition of a dimension over ranks, and how reshapes and slices change it.
 
 This module does not import torch. A dimension is a row of *blocks*. Each block is divided by
 itself: the columns of a fused query-key-value layer are three blocks. A block is divided into whole

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from paragrad.engine.unwrap import GLOBAL_ATTRIBUTES, WrappedTensor, get_function_name
+from paragrad.engine.unwrap import VALUE_FREE_ATTRIBUTES, WrappedTensor, get_function_name
 from paragrad.errors import StepFailed
 from paragrad.parallel.sharding.autograd_collectives import (
     AxisGather,
@@ -150,7 +150,7 @@ class ShardedTensor(WrappedTensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = {ARGUMENT_ALIASES.get(key, key): value for key, value in (kwargs or {}).items()}
         name = get_function_name(func)
-        if name in GLOBAL_ATTRIBUTES:
+        if name in VALUE_FREE_ATTRIBUTES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func is torch.autograd.grad:

@@ -24,9 +24,9 @@ from paragrad.engine.rng.random_kernels import count_random_calls
 from paragrad.errors import StepFailed
 from paragrad.parallel.sharding.autograd_collectives import AxisGroup
 from paragrad.parallel.sharding.sharded_tensor import (
-    GLOBAL_ATTRIBUTES,
     LOCAL_ATTRIBUTES,
     REFUSED_HOOKS,
+    VALUE_FREE_ATTRIBUTES,
     get_function_name,
     get_python_body,
     is_in_place,
@@ -131,7 +131,7 @@ class SingleRankTensor(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = get_function_name(func)
-        if name in GLOBAL_ATTRIBUTES:
+        if name in VALUE_FREE_ATTRIBUTES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if name in LOCAL_ATTRIBUTES:

@@ -1,8 +1,8 @@
 """Rules for functions that slide a window along image dimensions: pooling, padding, resizing.
 
-If such a dimension is divided, its outputs are divided evenly. Each rank fetches the inputs that
-its outputs need (`halo_regions.py`), and then needs no padding of its own. The helpers that fetch
-them are also used by convolutions.
+If such a dimension is divided, its outputs are divided evenly. Some inputs that the outputs of a
+rank need are on neighbouring ranks: its halo (`halo_regions.py`). `fetch_halo` fetches them, and
+then the rank needs no padding of its own. Convolutions use `fetch_windows` too.
 """
 
 from __future__ import annotations

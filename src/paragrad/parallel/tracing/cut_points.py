@@ -1,4 +1,4 @@
-"""The units of a model: the calls of modules between which it can be cut into stages."""
+"""The units of a model: the calls of modules between which a cut into stages is possible."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class FirstStep(StepObserver):
         state_before: The state of the module before the current step, or None.
     """
 
-    is_periodic = True
+    observes_checked_steps_only = True
 
     def __init__(self, training: Training) -> None:
         self.training = training
