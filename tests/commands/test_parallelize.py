@@ -588,6 +588,86 @@ def test_modules_in_eval_mode_stay_in_it() -> None:
     assert not model[1].training
 
 
+class Noisy(nn.Module):
+    """Its user switches the noise on for a test, and sets the count back after each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(10, 10)
+        self.two = nn.Linear(10, 4)
+        self.noisy = False
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        hidden = torch.tanh(self.one(x)) * (1.1 if self.noisy else 1.0)
+        return self.two(hidden * (0.5 if self.calls <= 2 else 1.0))
+
+
+def changing_back(world: World, strategy: str) -> tuple[list[float], list[int]]:
+    torch.manual_seed(3)
+    model = Noisy().double()
+    losses, calls = [], []
+    with pg.parallelize(
+        model,
+        functional.cross_entropy,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        strategy,
+        skip_first_step_check=strategy == "serial",
+    ) as trainer:
+        for batch in trainer.batches(VECTORS, batch=8, epoch=0):
+            losses.append(trainer.step(*batch).loss)
+            calls.append(model.calls)
+            model.noisy = True
+            losses.append(trainer.evaluate(VECTORS))
+            model.noisy = False
+            model.calls = 0
+    return losses, calls
+
+
+def test_attributes_that_return_to_the_same_object_are_seen(pool: Launcher) -> None:
+    """True for a test and False again, a count set back to the same 0: the parts kept what they
+    had meanwhile.
+    """
+    losses, calls = changing_back(World(), "serial")
+    for ours, counts in pool.run(changing_back, "place(2)", size=2):
+        assert ours == pytest.approx(losses, rel=1e-10)
+        assert counts == calls == [1, 1, 1, 1]
+
+
+class FailsOnce(nn.Module):
+    """Its second training step fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(10, 4)
+        self.is_broken = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.is_broken and torch.is_grad_enabled() and len(x) < 12:
+            raise RuntimeError("it breaks")
+        return self.out(x)
+
+
+def test_check_of_a_failed_step_does_not_outlive_it() -> None:
+    """The next step was compared with one worker's step on the batch of the failed one."""
+    model = FailsOnce().double()
+    with a_trainer(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        strategy="data(1, micro=2)",
+    ) as trainer:
+        batches = trainer.batches(VECTORS, batch=12, epoch=0)
+        trainer.step(*next(batches))
+        model.is_broken = True
+        with pytest.raises(StepFailed, match="it breaks"):
+            trainer.step(*next(batches))
+        assert trainer.first_step.step_check is not None
+        model.is_broken = False
+        trainer.step(*next(batches))
+        assert trainer.first_step.step_check is None
+
+
 def hooked(world: World, algorithm: str) -> list[torch.Tensor]:
     """Plain DDP with our hook, on inputs that differ by rank; the gradients."""
     from torch.nn.parallel import DistributedDataParallel

@@ -165,13 +165,9 @@ class CompressedBuckets(BucketQueue):
             compressor, self.world, self._sum_vector, feedback=feedback
         )
 
-    def count_bucket(self, is_last: bool) -> None:
-        """Count a step after its last bucket.
-
-        Args:
-            is_last: whether DDP reported the last bucket of a step.
-        """
-        self.step += is_last
+    def count_step(self) -> None:
+        """Count a step, after its last bucket."""
+        self.step += 1
 
     def close(self) -> None:
         """End the queue's thread and return the momentum to the optimizer."""
@@ -293,7 +289,8 @@ def _compress_in_hook(queue, bucket):  # type: ignore[no-untyped-def]
     pairs = _pair_gradients(bucket.parameters(), pending.vector)
     pending = replace(pending, step=queue.step, pairs=pairs)
     queue.put_bucket(pending)
-    queue.count_bucket(bucket.is_last())
+    if bucket.is_last():
+        queue.count_step()
     # value() raises an exception that was set; DDP would take it for a tensor
     return pending.future.then(lambda future: future.value())
 

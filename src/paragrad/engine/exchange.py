@@ -220,7 +220,9 @@ class Exchange(ABC):
 
         optimizer: The optimizer.
 
-        optimizer_has_modes: Whether the optimizer has a training mode and an evaluation mode.
+        known_optimizer: The optimizer of the last step, or None.
+
+        optimizer_has_modes: Whether it has a training mode and an evaluation mode.
 
         clip_norm: As in Job.
 
@@ -242,6 +244,8 @@ class Exchange(ABC):
     shard_layout: Layout | None = None
     shard_tensors: Mapping[str, Tensor]
     empty_model: nn.Module
+    known_optimizer: torch.optim.Optimizer | None = None
+    optimizer_has_modes = False
     stop_requested = False
     local_samples = 0
     epoch = 0
@@ -259,7 +263,7 @@ class Exchange(ABC):
 
     def __init__(self, replica: Replica) -> None:
         self.loss_module = replica.module
-        self.use_optimizer(replica.optimizer)
+        self.optimizer = replica.optimizer
         self.clip_norm = replica.clip_norm
         self.layout = replica.layout
         self.module: nn.Module = replica.module
@@ -273,6 +277,9 @@ class Exchange(ABC):
     def begin(self) -> None:
         """Start a step: reset the count of bytes, and set the optimizer to training mode."""
         self.sent_bytes = {}
+        if self.optimizer is not self.known_optimizer:
+            self.known_optimizer = self.optimizer
+            self.optimizer_has_modes = has_modes(self.optimizer)
         if self.optimizer_has_modes:
             set_optimizer_mode(self.optimizer, "train")
 
@@ -338,7 +345,6 @@ class Exchange(ABC):
             optimizer: The optimizer over the parameters of this rank.
         """
         self.optimizer = optimizer
-        self.optimizer_has_modes = has_modes(optimizer)
 
     def refuse_refrozen(self) -> None:
         """Refuse parameters that were frozen or unfrozen after the first step.

@@ -190,7 +190,7 @@ class RoundTraining(TrainingLoop):
                     self._record_lost_client(place, turn, segment, error)
         training.state.use_optimizer(exchange.central_optimizer)
         training.state.move_to(rounds.round_starts[segment + 1])
-        exchange.request_stop(training.world.stop.is_set())
+        exchange.request_stop(training.world.stop.is_requested)
         try:
             with explain_timeout(f"clients of round {segment} train on other workers"):
                 counts = exchange.average_clients()

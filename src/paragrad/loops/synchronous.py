@@ -366,7 +366,7 @@ class TrainingLoop(BatchLoop[int]):
         """Return whether a stop of any rank was requested. Collective."""
         world = self.trainer.world
         with explain_independent_steps():
-            return bool(world.all_reduce(tensor(float(world.stop.is_set()))) > 0)
+            return bool(world.all_reduce(tensor(float(world.stop.is_requested))) > 0)
 
     def finish_resumed_epoch(self, epoch: int) -> bool:
         """Finish an epoch of which the last step was already completed.
@@ -444,7 +444,7 @@ def log_memory(training: Training, other_optimizer_bytes: int = 0) -> None:
     activations = setup.passes.peak_bytes if setup.passes else 0
     # Passes of the user measure nothing; the probe's value is used.
     if not activations and not setup.layout.is_partitioned and setup.probe is not None:
-        activations = setup.probe.activation_bytes
+        activations = setup.probe.activation_bytes * max(1, training.state.micro_batch_samples)
     training.log.write_memory(
         parameters=_count_tensor_bytes(setup.parameters.values())
         // (exchange.sharing_ranks if exchange else 1),

@@ -310,14 +310,21 @@ class Family(Choice, abstract=True):
 def find_renamed_member(cls: type, renamed_members: Mapping[str, str]) -> str | None:
     """Return which member of a class now has another name, as a sentence, or None.
 
-    The library would ignore such a member.
+    The library would ignore such a member. Where a class also has the new name, the old one is a
+    member of its own.
 
     Args:
         cls: The class, perhaps a user's.
         renamed_members: The old names of members, and their names now.
     """
+    defined = {
+        name
+        for each in cls.__mro__
+        if each.__module__.split(".")[0] != "paragrad"
+        for name in vars(each)
+    }
     for name, new_name in renamed_members.items():
-        if hasattr(cls, name):
+        if name in defined and new_name not in defined:
             return f"{cls.__module__}.{cls.__qualname__} has {name}, which is now called {new_name}"
     return None
 

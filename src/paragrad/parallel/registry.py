@@ -252,8 +252,8 @@ def build_exchange(
         The exchange.
 
     Raises:
-        StepFailed: The strategy returned something else than an exchange, its exchange has a member
-            under an old name, or the strategy has servers and its exchange lacks a method for them.
+        StepFailed: The strategy returned something else than an exchange, or it has servers and its
+            exchange lacks a method for them.
     """
     result: Any = NoExchange(replica)
     if factors := select_factors(strategy, "make_exchange"):  # at most one (see validation)
@@ -300,8 +300,7 @@ def build_passes(strategy: Strategy, host: PassesHost, exchange: Exchange) -> Pa
         The passes.
 
     Raises:
-        StepFailed: The strategy returned something else than passes, or they have a member under an
-            old name.
+        StepFailed: The strategy returned something else than passes.
     """
     factors = select_factors(strategy, "make_passes")
     passes = (

@@ -32,13 +32,9 @@ def keep_freed_memory() -> None:
         mallopt(TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES)
 
 
-def return_freed_memory(now: bool = True) -> None:
-    """Return freed memory to the system.
-
-    Args:
-        now: False makes the call do nothing.
-    """
-    if now and (malloc_trim := _find_libc_function("malloc_trim")):
+def return_freed_memory() -> None:
+    """Return freed memory to the system."""
+    if malloc_trim := _find_libc_function("malloc_trim"):
         malloc_trim(0)
 
 

@@ -222,7 +222,7 @@ class BatchFeed:
             if self.pending_batch is batch:
                 self.untaken_tensors.update(dict.fromkeys(list_batch_tensors(loaded)))
 
-    def repeat_batch(self, samples: Samples | None, loaded_batch: Any) -> None:
+    def adopt_batch(self, samples: Samples | None, loaded_batch: Any) -> None:
         """Take over a batch that another feed gave.
 
         Args:

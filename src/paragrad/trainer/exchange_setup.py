@@ -27,6 +27,7 @@ def set_up_exchange(
     has_unused_parameters: bool = False,
     example_inputs: Any = None,
     forward: Callable[..., Any] | None = None,
+    inspections: dict[str, Any] | None = None,
     keeps_whole_model: bool = False,
 ) -> Exchange:
     """Partition the model if the strategy does so, and build its exchange and its passes.
@@ -42,6 +43,8 @@ def set_up_exchange(
 
         forward: Runs model and loss once, or None.
 
+        inspections: The places where techniques partition the model; entries are added and reused.
+
         keeps_whole_model: Whether the whole model is needed unchanged for a comparison.
 
     Returns:
@@ -50,7 +53,8 @@ def set_up_exchange(
     strategy, state, options = training.setup.strategy, training.state, training.options
     check_equal_schedules(training.world, strategy)
     if has_model_shards(strategy):
-        _partition_model(training, example_inputs, keeps_whole_model)
+        inspections = {} if inspections is None else inspections
+        _partition_model(training, example_inputs, inspections, keeps_whole_model)
     setup = training.setup
     probe = options.validation_probe
     replica = Replica(
@@ -100,7 +104,9 @@ def close_exchange(training: Training) -> None:
     training.adopt_setup(replace(training.setup, exchange=None, passes=None))
 
 
-def _partition_model(training: Training, example_inputs: Any, keeps_whole_model: bool) -> None:
+def _partition_model(
+    training: Training, example_inputs: Any, inspections: dict[str, Any], keeps_whole_model: bool
+) -> None:
     """Let this rank hold a part of the model from here on. Collective."""
     setup, batch_norm = training.setup, training.batch_norm
     with batch_norm.use_probe_mode():
@@ -111,7 +117,7 @@ def _partition_model(training: Training, example_inputs: Any, keeps_whole_model:
             setup.draws,
             setup.world,
             example_inputs,
-            training.model_inspections,
+            inspections,
             keep_whole=keeps_whole_model or training.user_model is not None,
         )
     training.adopt_setup(

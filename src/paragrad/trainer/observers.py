@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -48,14 +49,15 @@ class NoiseObserver(StepObserver):
     def __init__(self, training: Training) -> None:
         self.training = training
 
-    def surround_passes(self, batch: Batch) -> AbstractContextManager[Any]:
-        """Begin to measure, if this step is measured.
+    @contextlib.contextmanager
+    def surround_passes(self, batch: Batch) -> Iterator[None]:
+        """Measure the first backward, if this step is measured.
 
         Args:
             batch: This rank's part of the global batch.
         """
         self.training.noise.begin_step(self.training.state.steps)
-        return contextlib.nullcontext()
+        yield
 
     def observe_mean_gradients(self, loss: float, weight: float) -> None:
         """Measure the gradient of the whole batch.

@@ -384,9 +384,11 @@ class UserModel:
             for (name, what), value in changed.items():
                 vars(local_owners[name])[what] = value
             self.python_state = PythonState(find_state_owners(self.model))
+            self.identity = None  # it has the objects before the change
             if passes is not None:
                 passes.invalidate_plans()
-        if check_modes:  # the modes are those of the partitioning
+        can_compare = self.identity is None or not self.identity.has_mutable_values
+        if check_modes and can_compare:  # the modes are those of the partitioning
             self.identity = ModelIdentity(self.model, self.optimizer)
 
     def write_back_numbers(self, numbers: Mapping[tuple[str, str], Any]) -> None:
@@ -404,6 +406,7 @@ class UserModel:
                 vars(owner).get(what), value
             ):
                 vars(owner)[what] = value
+                self.identity = None
                 self.python_state.values[name][what] = value, make_restorer(value)
                 self.python_state.attribute_names[name].add(what)
 

@@ -110,7 +110,7 @@ class Setup:
 
         refuses_new_draws: Whether a draw that the first step did not make ends the run.
 
-        probe: What a forward and a backward of this rank's first micro-batch showed; None before
+        probe: What a forward and a backward of a first micro-batch showed on all ranks; None before
             that.
 
         pass_contexts: The contexts in which the passes run.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from paragrad.engine.passes import LossSums
 from paragrad.trainer.batch import Batch
@@ -29,32 +29,7 @@ class StepResult:
 
 
 class StepObserver:
-    """Base class of observers. A step calls these methods in this order.
-
-    Attributes:
-        observes_checked_steps_only: Whether it observes only the steps that are checked: 1, 2, 4,
-            8, ...
-    """
-
-    observes_checked_steps_only = False
-
-    def set_up(self, batch: Batch, inputs: Any, target: Any) -> None:
-        """Build exchange and passes before the first step.
-
-        Args:
-            batch: This rank's part of the global batch.
-            inputs: The inputs that `step` received.
-            target: The target that `step` received.
-        """
-
-    def prepare(self, batch: Batch, inputs: Any, target: Any) -> None:
-        """Prepare a step that is not the first.
-
-        Args:
-            batch: This rank's part of the global batch.
-            inputs: The inputs that `step` received.
-            target: The target that `step` received.
-        """
+    """Base class of observers. A step calls these methods in this order."""
 
     def surround_passes(self, batch: Batch) -> AbstractContextManager[Any]:
         """Return the context around the passes of a step.
@@ -63,24 +38,6 @@ class StepObserver:
             batch: This rank's part of the global batch.
         """
         return contextlib.nullcontext()
-
-    def resolve_weight(
-        self, batch: Batch, inputs: Any, target: Any, weight: float, doubtful_weight: float
-    ) -> float:
-        """Return the global weight, if a part of it may stand for no sample.
-
-        Args:
-            batch: This rank's part of the global batch.
-
-            inputs: The inputs that `step` received.
-
-            target: The target that `step` received.
-
-            weight: The sum of all weights.
-
-            doubtful_weight: The sum of the doubtful weights.
-        """
-        return weight
 
     def observe_mean_gradients(self, loss: float, weight: float) -> None:
         """Look at the mean gradients before the update.
@@ -99,5 +56,20 @@ class StepObserver:
             rate: The learning rate of the update.
         """
 
-    def close(self) -> None:
-        """Release what the observer holds."""
+
+class FirstStepHooks(Protocol):
+    """What a training asks of its first step (`trainer.first_step.first_step.FirstStep`)."""
+
+    def set_up(self, batch: Batch, inputs: Any, target: Any) -> None:
+        """Build exchange and passes before the first step."""
+
+    def prepare(self, batch: Batch, inputs: Any, target: Any) -> None:
+        """Prepare the check of a later step."""
+
+    def resolve_weight(
+        self, batch: Batch, inputs: Any, target: Any, weight: float, doubtful_weight: float
+    ) -> float:
+        """Return the global weight, of which a part may stand for no sample."""
+
+    def compare_gradients(self, loss: float, weight: float) -> None:
+        """Compare the mean gradients with one worker's before the update."""

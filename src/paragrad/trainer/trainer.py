@@ -95,13 +95,13 @@ class Trainer:
         self.pace = options.pace or Pace(
             SlowRanks(), options.seed, world.rank, world.device.type != "cpu"
         )
-        self.training.observers.append(self.first_step)
+        self.training.adopt_first_step(self.first_step)
         if strategy.adapts_shares or self.pace.slow_ranks != SlowRanks():
-            self.training.observers.append(PaceObserver(self.training, self.pace))
+            self.training.add_observer(PaceObserver(self.training, self.pace))
         if options.noise_interval:
-            self.training.observers.append(NoiseObserver(self.training))
+            self.training.add_observer(NoiseObserver(self.training))
         if options.record is not None:
-            self.training.observers.append(RecordObserver(self.training))
+            self.training.add_observer(RecordObserver(self.training))
 
     @classmethod
     def build_for_job(

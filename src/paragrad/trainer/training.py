@@ -3,8 +3,8 @@
     batch -> loss -> gradients -> exchange -> update
 
 `Training.make_step` calls these stages in this order. What a strategy changes lies in the exchange
-and the passes of `Training.setup`. Observers are called at fixed places of the step. Before step 0
-one of them, `FirstStep`, builds exchange and passes (`trainer/exchange_setup.py`).
+and the passes of `Training.setup`. Before step 0 `FirstStep` builds both; it also compares the step
+with one worker's. Observers are called at fixed places of the step.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from paragrad.trainer.model_partition import (
 )
 from paragrad.trainer.parameter_access import UserModel
 from paragrad.trainer.setup import Setup, TrainerOptions
-from paragrad.trainer.step_observer import StepObserver, StepResult
+from paragrad.trainer.step_observer import FirstStepHooks, StepObserver, StepResult
 
 
 class TrainingState:
@@ -88,6 +88,8 @@ class TrainingState:
 
         batch_size: The size of the global batch, once it is known; otherwise 0.
 
+        micro_batch_samples: The samples of this rank's first micro-batch; 0 before it.
+
         division: The division of a global batch among the replicas.
 
         replicas: The replicas of which this rank runs the parts.
@@ -113,6 +115,7 @@ class TrainingState:
         self.steps = 0
         self.own_steps = 0
         self.batch_size = 0
+        self.micro_batch_samples = 0
         self.division = division
         self.replicas = replicas
         self.restored_tensors: OptimizerState = {}
@@ -158,6 +161,14 @@ class TrainingState:
             batch_size: The number of samples.
         """
         self.batch_size = batch_size
+
+    def keep_micro_batch(self, samples: int) -> None:
+        """Keep the size of the first micro-batch.
+
+        Args:
+            samples: The number of its samples on this rank.
+        """
+        self.micro_batch_samples = samples
 
     def use_division(self, division: Division) -> None:
         """Divide global batches otherwise from here on.
@@ -232,7 +243,7 @@ class Training:
         shared_hosts: The hosts on which ranks share the model's values until it is partitioned, or
             None.
 
-        model_inspections: The places where techniques partition the model.
+        first_step: Builds exchange and passes before the first step, and compares steps.
 
         draw_alike: Runs a function with the same draws on every rank.
 
@@ -301,7 +312,7 @@ class Training:
         self.feed = BatchFeed(self.log, world.device, options.dtype or find_shared_dtype(model))
         self.observers: list[StepObserver] = []
         self.user_model = None if options.is_validated else UserModel(model, optimizer)
-        self.model_inspections: dict[str, Any] = {}
+        self.first_step: FirstStepHooks | None = None
         self.draw_alike = ReplicatedDraws(options.seed, world.device)
         self.noise = GradientNorms(self.setup.trained_tensors, options.noise_interval)
         self.monitor = StragglerMonitor(rank_world, strategy.guarantees.replicas_equal)
@@ -324,30 +335,33 @@ class Training:
         Raises:
             StepFailed: With the step and the tensor.
         """
-        state = self.state
-        observers = [
-            each
-            for each in self.observers
-            if state.is_check_due or not each.observes_checked_steps_only
-        ]
+        state, first_step, is_check_due = self.state, self.first_step, self.state.is_check_due
+        assert first_step is not None
         try:
             batch = self.feed.take_batch(inputs, target)
             target = inputs if target is None else target
             with self.monitor.track_step(state.steps):
                 if self.setup.layout.is_partitioned and self.user_model is not None:
                     self.user_model.follow_changes(self.module.model, self.setup.passes)
-                is_first = self.setup.exchange is None
-                for each in observers:
-                    (each.set_up if is_first else each.prepare)(batch, inputs, target)
-                sums = self.compute_gradients(batch, inputs, target, observers)
+                if self.setup.exchange is None:
+                    first_step.set_up(batch, inputs, target)
+                elif is_check_due:
+                    first_step.prepare(batch, inputs, target)
+                sums = self.compute_gradients(batch, inputs, target, self.observers)
                 sums, totals = self.share_totals(sums)
                 with self.log.record_span("update", "update"):
-                    weight = self.resolve_weight(batch, inputs, target, totals)
+                    weight, doubtful_weight = totals.weight, totals.doubtful_weight
+                    if doubtful_weight:
+                        weight = first_step.resolve_weight(
+                            batch, inputs, target, weight, doubtful_weight
+                        )
                     rate = float(state.optimizer.param_groups[0]["lr"])
                     self.exchange.average_step(weight, sums.scale, totals.stop_requests > 0)
                     loss = totals.loss / (weight or 1.0)
-                    for each in observers:
+                    for each in self.observers:
                         each.observe_mean_gradients(loss, weight)
+                    if is_check_due:
+                        first_step.compare_gradients(loss, weight)
                     self.draw_alike("update", state.steps, self.exchange.update)
                     if state.stepped_scheduler is not None:
                         self.draw_alike("schedule", state.steps, state.stepped_scheduler.step)
@@ -356,7 +370,7 @@ class Training:
             raise self.report_failure(cause, self.setup.strategy.trains_clients) from cause
         stop_requests = totals.stop_requests + self.exchange.stop_requests
         result = StepResult(loss, weight, stop_requests > 0)
-        self._finish_step(batch, sums, rate, observers)
+        self._finish_step(batch, sums, rate)
         return result
 
     def compute_gradients(
@@ -423,7 +437,7 @@ class Training:
                 )
             )
         if setup.layout.is_partitioned and self.is_exact_split and self.state.is_check_due:
-            contexts.append(check_seen_draws(setup.draws, True))
+            contexts.append(check_seen_draws(setup.draws))
         contexts += [each.surround_passes(batch) for each in observers]
         if setup.pass_contexts:
             contexts.append(enter_pass_contexts(setup.pass_contexts, exchange.count_bytes))
@@ -456,24 +470,7 @@ class Training:
         self.exchange.keep_weight_share(weight / (totals.weight or 1.0))
         return sums._replace(loss=loss, weight=weight), totals
 
-    def resolve_weight(self, batch: Batch, inputs: Any, target: Any, totals: Totals) -> float:
-        """Return the global weight of a step; a part of the weight may stand for no sample.
-
-        Args:
-            batch: This rank's part of the global batch.
-            inputs: The inputs that `step` received.
-            target: The target that `step` received.
-            totals: The totals of all ranks.
-        """
-        weight = totals.weight
-        # A share may be doubtful in every step, also in one that is not checked.
-        for each in self.observers if totals.doubtful_weight else ():
-            weight = each.resolve_weight(batch, inputs, target, weight, totals.doubtful_weight)
-        return weight
-
-    def _finish_step(
-        self, batch: Batch, sums: LossSums, rate: float, observers: list[StepObserver]
-    ) -> None:
+    def _finish_step(self, batch: Batch, sums: LossSums, rate: float) -> None:
         setup = self.setup
         if setup.layout.is_partitioned:
             self.exchange.count_bytes("parts", setup.layout.sent_bytes, computed=True)
@@ -482,7 +479,7 @@ class Training:
         # The first step frees the reference step's memory, and the whole model.
         if self.state.own_steps == 0:
             allocator.return_freed_memory()
-        for each in observers:
+        for each in self.observers:
             each.finish(batch, sums, rate)
         self.state.count_step()
 
@@ -563,25 +560,31 @@ class Training:
         self.setup = setup
 
     def adopt_probe(self, probe: Probe, samples: int) -> None:
-        """Keep what a forward and a backward of this rank's first micro-batch showed.
+        """Keep what a forward and a backward of a first micro-batch showed.
 
         Args:
-            probe: The merged probe of all ranks.
+            probe: What the ranks found together.
             samples: The samples of the first micro-batch of this rank.
         """
-        activation_bytes = probe.activation_bytes * max(1, samples)
-        self.setup = replace(
-            self.setup, draws=probe.draws, probe=replace(probe, activation_bytes=activation_bytes)
-        )
+        self.setup = replace(self.setup, draws=probe.draws, probe=probe)
+        self.state.keep_micro_batch(samples)
         self.module.adopt_findings(probe.weight_known, probe.is_linear)
 
-    def adopt_inspections(self, inspections: dict[str, Any]) -> None:
-        """Partition the model at the places that another training found.
+    def adopt_first_step(self, first_step: FirstStepHooks) -> None:
+        """Let this object build exchange and passes, and compare steps.
 
         Args:
-            inspections: The places by technique.
+            first_step: The first step.
         """
-        self.model_inspections = inspections
+        self.first_step = first_step
+
+    def add_observer(self, observer: StepObserver) -> None:
+        """Let an observer look at each step.
+
+        Args:
+            observer: The observer; those that were added before are called before it.
+        """
+        self.observers.append(observer)
 
     def use_exchange_options(self, exchange_options: ExchangeOptions) -> None:
         """Build the exchange with other options.
@@ -630,6 +633,6 @@ class Training:
         """Close the exchange; the model is a plain one again."""
         self.monitor.close()
         self.log.write_failed_step(self.state.steps)  # spans that belong to no step
-        for each in (self.setup.passes, self.setup.exchange, self.noise, *self.observers):
+        for each in (self.setup.passes, self.setup.exchange, self.noise):
             if each is not None:
                 each.close()

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from paragrad.engine.rng.draws import DrawRecorder, KeyedDraws, inspect_draws, use_draw_source
 from paragrad.engine.rng.hashing import hash_elements, hash_rows, map_to_uniform, mix_hash
-from paragrad.engine.rng.random_kernels import RANDOM_KERNELS
+from paragrad.engine.rng.random_kernels import DRAW_SOURCES, RANDOM_KERNELS
 from paragrad.errors import StepFailed
 from paragrad.runtime.world import World
 from paragrad.strategies.serial import Serial
@@ -341,3 +341,14 @@ def test_job_with_checkpointing_equals_the_job_without() -> None:
         return trainer.gradients()["first.weight"]  # type: ignore[return-value]
 
     assert torch.equal(gradient(True), gradient(False))
+
+
+def test_draw_sources_may_end_in_any_order() -> None:
+    """A generator that was left suspended kept its source in use for the whole process."""
+    outer, inner = use_draw_source(DrawRecorder()), use_draw_source(DrawRecorder())
+    outer.__enter__()
+    inner.__enter__()
+    outer.__exit__(None, None, None)
+    assert not DRAW_SOURCES
+    inner.__exit__(None, None, None)
+    assert not DRAW_SOURCES

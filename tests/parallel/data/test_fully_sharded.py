@@ -76,7 +76,7 @@ def at_rest(world: World, chosen: Strategy) -> tuple[int, dict[str, Any]]:
         for _ in range(2):
             trainer.step(*separate_target(next(batches)))
         batches.close()  # type: ignore[attr-defined]
-        trainer.training.feed.repeat_batch(None, None)
+        trainer.training.feed.adopt_batch(None, None)
         assert trainer.training.setup.exchange is not None
         return alive() - before, trainer.training.setup.exchange.sent_bytes
     finally:

@@ -238,10 +238,12 @@ def _wrap_kernel(name: str, sampler: Callable[..., Any], original: Any) -> Calla
     def kernel(keys: Any, *arguments: Any, generator: Any = None, **options: Any) -> Any:
         global _call_count
         _call_count += 1
-        if DRAW_SOURCES and generator is None:
-            return sampler(DRAW_SOURCES[-1], operator.rstrip("_"), *arguments, **options)
-        if DRAW_SOURCES:
-            DRAW_SOURCES[-1].record_own_generator(operator)
+        # read once: another thread may end the use of a source meanwhile
+        source = next(iter(DRAW_SOURCES[-1:]), None)
+        if source is not None and generator is None:
+            return sampler(source, operator.rstrip("_"), *arguments, **options)
+        if source is not None:
+            source.record_own_generator(operator)
         if takes_generator:
             options["generator"] = generator
         return original.call_boxed(keys, *arguments, **options)
@@ -251,6 +253,10 @@ def _wrap_kernel(name: str, sampler: Callable[..., Any], original: Any) -> Calla
 
 @functools.cache
 def get_torch_random() -> tuple[Any, Any, Tensor]:
+    """Return the kernel that draws from torch's own generator, its keys, and a place for a number.
+
+    The first call must come before `replace_kernels`.
+    """
     kernel = torch.library.get_kernel("aten::random_.to", "CPU")
     return (
         kernel,

@@ -174,7 +174,7 @@ class FederatedExchange(VectorSumExchange):
     def begin_client(self) -> None:
         """Restore the model for the next client.
 
-        After this the caller makes the client's optimizer and assigns it to `optimizer`.
+        After this the caller makes the client's optimizer and passes it to `use_optimizer`.
         """
         self._restore_round_start()
 
@@ -246,7 +246,7 @@ class FederatedExchange(VectorSumExchange):
             The samples of each client of the round, or LOST.
         """
         self._restore_round_start()
-        self.optimizer = self.central_optimizer
+        self.use_optimizer(self.central_optimizer)
         self.sent_bytes = {}
         self.kind = SAMPLE_COUNTS
         flags = [float(name in self.changed_names) for name in self.untrained_values]

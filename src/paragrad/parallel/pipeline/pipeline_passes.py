@@ -123,8 +123,8 @@ class PipelinePasses(Passes):
             )
         return self.programs[key]
 
-    def note_backward(self, is_last: bool) -> None:
-        """Note that a backward begins, and whether it is this rank's last of the step."""
+    def set_last_backward(self, is_last: bool) -> None:
+        """Set whether this rank's last backward of a step is running."""
         self.is_last_backward = is_last
 
     def _mark_ready(self, parameter: Tensor) -> None:
@@ -329,7 +329,7 @@ class PipelineStep:
                 stack.enter_context(self.stage_forward.fix_model_tensors())
             program_run.play_program()
         self.program_run = None
-        self.passes.note_backward(is_last=False)
+        self.passes.set_last_backward(is_last=False)
         self.passes.exchange.count_bytes("activations", program_run.sent_bytes, computed=False)
 
     @property
@@ -372,7 +372,7 @@ class PipelineStep:
                 return
             self.remaining_backwards -= 1
             # in the half of the weights, a weight that is used twice gets its gradient in two steps
-            self.passes.note_backward(self.remaining_backwards == 0 and task.what != "W")
+            self.passes.set_last_backward(self.remaining_backwards == 0 and task.what != "W")
             if task.what == "W":
                 # a module may recompute
                 with self.use_micro_batch_state(task.stage, task.micro):

@@ -23,7 +23,7 @@ from paragrad.engine.layout import Layout
 from paragrad.engine.state.preserve_state import ModuleSnapshot, preserve_all_state
 from paragrad.errors import StepFailed
 from paragrad.jobs.loss import LossModule, convert_loss
-from paragrad.jobs.precision import convert_model, find_coarsest_dtype
+from paragrad.jobs.precision import convert_model
 from paragrad.parallel.registry import has_model_shards
 from paragrad.runtime.world import World
 from paragrad.strategies.shares import Division
@@ -48,31 +48,29 @@ from paragrad.trainer.first_step.step_check import Mismatch, StepCheck
 from paragrad.trainer.first_step.step_result import StepOutcome
 from paragrad.trainer.parameter_access import NONDETERMINISM_HINT, refuse_unequal_copies
 from paragrad.trainer.setup import TrainerOptions
-from paragrad.trainer.step_observer import StepObserver
 from paragrad.trainer.training import Training
 
 
-class FirstStep(StepObserver):
+class FirstStep:
     """Sets up the exchange before the first step, and compares steps with one worker's.
 
     Args:
         training: The training.
+        inspections: The places where another training partitioned the model, by technique.
 
     Attributes:
         training: The training.
 
-        has_float64: Whether the whole model is in float64.
+        inspections: The places where techniques partition the model.
 
         step_check: The check of the current step, or None.
 
         state_before: The state of the module before the current step, or None.
     """
 
-    observes_checked_steps_only = True
-
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: Training, inspections: dict[str, Any] | None = None) -> None:
         self.training = training
-        self.has_float64 = find_coarsest_dtype(training.setup.model) == torch.float64
+        self.inspections = {} if inspections is None else inspections
         self.step_check: StepCheck | None = None
         self.state_before: ModuleSnapshot | None = None
 
@@ -124,6 +122,7 @@ class FirstStep(StepObserver):
             probe.has_unused_parameters,
             next(batch.iterate_micro_batches(inputs, target))[1],
             functools.partial(run_model_once, training, batch, inputs, target),
+            self.inspections,
         )
         if is_exact_split:
             self._make_reference(batch, inputs, target, as_loaded, set_up=set_up)
@@ -147,6 +146,7 @@ class FirstStep(StepObserver):
         If the step itself cannot be compared, a rehearsal is made and compared at once.
         """
         training = self.training
+        self.step_check = self.state_before = None
         checked = (batch, inputs, target)
         description = "this step"
         whole_module = training.module
@@ -181,7 +181,7 @@ class FirstStep(StepObserver):
         elif reference_loss:
             training.log.write_choice("test", "not compared", str(reference_loss))
         # A training with servers has no step that can be repeated.
-        if not self.has_float64 and not training.setup.strategy.servers:
+        if not check.is_float64 and not training.setup.strategy.servers:
             rerun = functools.partial(
                 self._rerun_in_float64,
                 whole_module,
@@ -250,13 +250,12 @@ class FirstStep(StepObserver):
                         has_tests=options.has_tests,
                     ),
                 )
-                # The copy must be partitioned in the same way.
-                copied.adopt_inspections(training.model_inspections)
                 copied.state.move_to(training.state.steps)
                 copied.state.use_division(training.state.division)
                 pair = convert_batch(given, world.device, torch.float64)
-                copied.feed.repeat_batch(training.feed.samples, pair if as_loaded else None)
-                first_step = FirstStep(copied)
+                copied.feed.adopt_batch(training.feed.samples, pair if as_loaded else None)
+                # The copy must be partitioned in the same way.
+                first_step = FirstStep(copied, self.inspections)
                 first_step.set_up(batch, *pair)
                 if first_step.step_check is None:
                     return None
@@ -353,7 +352,7 @@ class FirstStep(StepObserver):
             tensor="loss",
         )
 
-    def observe_mean_gradients(self, loss: float, weight: float) -> None:
+    def compare_gradients(self, loss: float, weight: float) -> None:
         """Compare the step with one worker's before the update, if a check was prepared.
 
         Collective.

@@ -386,7 +386,7 @@ def _join_given_batches(
     """Join what `step` received on all ranks; placeholder samples of empty parts are left out."""
     if training.batch_norm.has_computed and training.state.division.micro > 1:
         raise ValueError(
-            "step was given another batch than training.batches gave, and batch norm sees "
+            "step was given another batch than trainer.batches gave, and batch norm sees "
             "micro-batches"
         )
     parts = []
@@ -442,8 +442,7 @@ def _estimate_sample_capacity(training: Training, batch: Batch) -> tuple[int, st
     bytes_left //= (
         1 if is_partitioned else training.world.size if is_sharded else min(2, training.world.size)
     )
-    activation_bytes = training.setup.probe.activation_bytes if training.setup.probe else 0
-    per_sample = max(1, activation_bytes // max(1, len(batch.micro_batches[0].positions)))
+    per_sample = max(1, training.setup.probe.activation_bytes if training.setup.probe else 0)
     # If the model is partitioned, there are six: a copy to restore, the gradients of the step,
     # of the baseline and of all parts together, the parts, and the gradients of these.
     model = (6 if is_partitioned else 4 if is_sharded else 2) * sum(
