@@ -56,6 +56,7 @@ def test_every_row_becomes_the_mean_of_all(schedule: ComposedAllReduce) -> None:
         assert torch.equal(rows, expected)
 
 
+@pytest.mark.story
 def test_replicas_train_as_serial_does(digits: MnistImages) -> None:
     found = checks(Training(pg.job("mnist-mlp", width=16), 4, pg.Ring(), batch=5), digits)
     assert found["proof"] is None
@@ -86,6 +87,7 @@ def test_unequal_replicas_are_detected(digits: MnistImages, bug: str | None, equ
     assert found["equal"] is equal
 
 
+@pytest.mark.story
 def test_weight_averaging_equals_gradient_averaging(digits: MnistImages) -> None:
     """SGD with momentum is linear in the gradients: both are serial's training."""
     assert (

@@ -738,7 +738,7 @@ def test_making_a_job_reads_no_data_and_it_can_be_pickled(
         partial(mnist_cnn, "batch"),
         partial(mnist_cnn, "weight"),
         lambda: mnist_mlp(16, "sigmoid"),
-        lambda: shakespeare_lstm(8, 5),
+        pytest.param(lambda: shakespeare_lstm(8, 5), marks=pytest.mark.story),
         lambda: shakespeare_gpt(1, 8, 2, 5, 0.0),
     ],
 )

@@ -237,7 +237,7 @@ def around(world: World, cases: list[tuple[int, int]]) -> list[torch.Tensor]:
     return vectors
 
 
-@pytest.mark.parametrize("backend", ["gloo", "shm"])
+@pytest.mark.parametrize("backend", [pytest.param("gloo", marks=pytest.mark.story), "shm"])
 def test_early_receives_keep_the_program_order(pool: Launcher, backend: str) -> None:
     """Where a walk in one process ends, the wire ends, with the same numbers; also where two
     parts are longer than scratch.

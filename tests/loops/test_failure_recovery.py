@@ -192,6 +192,7 @@ def deadly(output: Tensor, target: Tensor) -> tuple[float, float]:
     return float(functional.cross_entropy(output, target, reduction="sum")), len(target)
 
 
+@pytest.mark.story
 def test_buffers_changed_by_forwards_survive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,6 +298,7 @@ def test_repeated_server_deaths_do_not_end_the_run(
     assert run.losses == pytest.approx(serial.losses, rel=1e-9)
 
 
+@pytest.mark.story
 def test_server_death_during_restart_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,6 +344,7 @@ def counting(parameters: Any) -> torch.optim.Optimizer:
     return Counting(parameters, lr=0.1)
 
 
+@pytest.mark.story
 def test_optimizer_attributes_survive_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -203,7 +203,7 @@ def test_optimizers_of_other_libraries(
     )
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("chosen", ["data(2, reduce=ring)", "serial(micro=2)"])
 @pytest.mark.parametrize(
     "name",

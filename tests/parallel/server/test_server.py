@@ -723,6 +723,7 @@ def large() -> nn.Module:
     return nn.Sequential(nn.Linear(10, 500), nn.Tanh(), nn.Linear(500, 4))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "text",
     [
@@ -822,6 +823,7 @@ def test_every_sample_is_applied_once_on_every_server(text: str, tmp_path: Path)
         assert len(pg.train(vectors(epochs=4), other, runs=tmp_path, resume=run.folder).losses) == 3
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("text", ["server(2)", "server(2, servers=2, sync=asp)"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_other_types_and_batch_norm(text: str, dtype: torch.dtype, tmp_path: Path) -> None:
