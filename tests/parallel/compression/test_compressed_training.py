@@ -130,6 +130,7 @@ LOSSLESS = (
 )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("row", LOSSLESS)
 @pytest.mark.parametrize(
     "column",
@@ -1015,6 +1016,7 @@ def test_half_precision_equals_the_torch_hooks(pool: Launcher, text: str, eps: f
     assert float((ours - mean).norm()) <= 1.1 * float((theirs - mean).norm())
 
 
+@pytest.mark.story
 def test_power_sgd_feedback_equals_the_torch_hook(pool: Launcher) -> None:
     """Of the same gradient again and again what was sent comes to its sum."""
     # torch's begins with the third
@@ -1084,6 +1086,7 @@ def hook_failing(world: World) -> str:
     return "went on"
 
 
+@pytest.mark.story
 def test_failing_hook_names_step_and_parameter(pool: Launcher) -> None:
     said = pool.run(hook_failing, size=2)
     assert "step 2, tensor parameter" in said[1]
@@ -1236,6 +1239,7 @@ def hook_misused(world: World, case: str) -> str:
     return "taken"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("case", "said"),
     [
