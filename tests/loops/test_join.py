@@ -346,6 +346,7 @@ def test_killed_server_is_found_again(place: Ground, opened: Callable[..., Any])
     assert len(Record(run.folder).select_lines("step", 4)) > 3
 
 
+@pytest.mark.story
 def test_waiting_worker_is_kept_alive(place: Ground, opened: Callable[..., Any]) -> None:
     """It gives up after a second and a half without an answer, and is held for three
     questions.

@@ -61,7 +61,7 @@ def test_tensor_parallel_equals_serial(pool: Launcher, row: str, column: str, st
     assert found(pool, row, JOBS[column], steps).value <= 1e-10
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(("row", "column"), OF_PIECES)
 def test_spatial_parallel_equals_serial(pool: Launcher, row: str, column: str, steps: int) -> None:
     assert found(pool, row, {**JOBS, **OF_IMAGES}[column], steps).value <= 1e-10

@@ -475,6 +475,7 @@ def test_copies_inside_a_replica_stay_bit_equal(pool: Launcher, text: str) -> No
     assert all(torch.equal(tied[0], each) for each in tied[1:])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("text", ["bf16", "fp16", "power_sgd(1)"])
 @pytest.mark.parametrize(
     "reduce", ["ring", "tree", "butterfly", "halving", "double_tree", "direct"]
@@ -937,6 +938,7 @@ def hook_steps(text: str, steps: int = 4) -> list[State]:
     return seen
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("text", ["top_k(0.05)", "dgc(0.05, warmup=0)"])
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_compression_hook_under_plain_ddp(pool: Launcher, text: str, backend: str) -> None:
@@ -1004,7 +1006,10 @@ def beside_torchs(world: World, text: str, steps: int) -> list[tuple[Tensor, Ten
     return found  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize(("text", "eps"), [("bf16", 2**-8), ("fp16", 2**-11)])
+@pytest.mark.parametrize(
+    ("text", "eps"),
+    [("bf16", 2**-8), pytest.param("fp16", 2**-11, marks=pytest.mark.story)],
+)
 def test_half_precision_equals_the_torch_hooks(pool: Launcher, text: str, eps: float) -> None:
     """Rounded before and after the sum, in both; fp16 is scaled here, so that small numbers
     keep their bits.

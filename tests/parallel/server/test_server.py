@@ -1085,6 +1085,7 @@ def test_other_workers_continue_after_a_failure(
     assert sum(map(bool, lost)) == (event == "again")
 
 
+@pytest.mark.story
 def test_timeout_setting_applies_to_sockets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
