@@ -668,6 +668,53 @@ def test_check_of_a_failed_step_does_not_outlive_it() -> None:
         assert trainer.first_step.step_check is None
 
 
+class ClipsGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient / (gradient.norm() + 1e-12)
+
+
+class Clipped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(10, 10)
+        self.two = nn.Linear(10, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two(ClipsGradients.apply(self.one(x)))
+
+
+def going_on(world: World, strategy: str) -> list[str]:
+    torch.manual_seed(3)
+    model = Clipped().double()
+    said = []
+    with pg.parallelize(
+        model,
+        functional.cross_entropy,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        strategy,
+    ) as trainer:
+        for batch in trainer.batches(VECTORS, batch=8, epoch=0):
+            try:
+                trainer.step(*batch)
+                said.append("trained")
+            except StepFailed as error:
+                said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("strategy", ["data(2)", "pipeline(2, micro=2)"])
+def test_refused_first_step_refuses_later_steps(pool: Launcher, strategy: str) -> None:
+    """A loop that caught the refusal trained on with gradients that were known to be wrong."""
+    for said in pool.run(going_on, strategy, size=2):
+        assert len(said) == 4
+        assert all("not one worker's training" in each for each in said)
+
+
 def hooked(world: World, algorithm: str) -> list[torch.Tensor]:
     """Plain DDP with our hook, on inputs that differ by rank; the gradients."""
     from torch.nn.parallel import DistributedDataParallel

@@ -66,6 +66,8 @@ class FirstStep:
         step_check: The check of the current step, or None.
 
         state_before: The state of the module before the current step, or None.
+
+        refusal: Why a step was refused; every later step is refused too.
     """
 
     def __init__(self, training: Training, inspections: dict[str, Any] | None = None) -> None:
@@ -73,25 +75,34 @@ class FirstStep:
         self.inspections = {} if inspections is None else inspections
         self.step_check: StepCheck | None = None
         self.state_before: ModuleSnapshot | None = None
+        self.refusal: StepFailed | None = None
 
     # ---- before the passes -------------------------------------------------------------------
     def prepare(self, batch: Batch, inputs: Any, target: Any) -> None:
-        """Make the reference step of a later step, of which only the loss is compared. Collective.
+        """Make the reference step of a later step. Collective.
+
+        Only the loss is compared, unless no step has been made yet: then the first one failed.
 
         Args:
             batch: This rank's part of the global batch.
             inputs: The inputs that `step` received.
             target: The target that `step` received.
+
+        Raises:
+            StepFailed: If this step was refused before, and the loop went on.
         """
         training = self.training
         setup = training.setup
+        if self.refusal is not None:
+            raise self.refusal
         if setup.layout.is_partitioned and not training.options.skip_first_step_check:
             refuse_unequal_copies(setup.layout, setup.parameters, setup.model)
         if not training.is_exact_split:
             return
         if not (reason := setup.explain_no_whole_model()):
             as_loaded = is_given_as_loaded_everywhere(training, inputs, target)
-            self._make_reference(batch, inputs, target, as_loaded, loss_only=True)
+            loss_only = training.state.own_steps > 0
+            self._make_reference(batch, inputs, target, as_loaded, loss_only)
         elif training.state.own_steps == 1:
             training.log.write_choice("loss again", "not checked", reason)
 
@@ -373,11 +384,12 @@ class FirstStep:
         mismatches = self.find_mismatches(loss, weight)
         self._empty_user_model()
         if mismatches:
-            raise StepFailed(
+            self.refusal = StepFailed(
                 describe_mismatch(self.training, mismatches),
                 tensor=mismatches[0].gap.tensor,
                 differs=True,
             )
+            raise self.refusal
         # Rank 0 alone has the tensors and writes the event.
         if not step_check.first_rank_only or self.training.world.rank == 0:
             text = _describe_equal_step(step_check, description)
