@@ -666,8 +666,8 @@ def test_padded_batch_is_weighed_by_characters() -> None:
     samples = Speeches(["What say you?", "No, my lord; not so.", "Ay."], 12).samples
     torch.manual_seed(0)
     model = shakespeare_lstm(hidden=8).model().double()
-    with torch.no_grad():
-        module = LossModule(model, functional.cross_entropy)
+    module = LossModule(model, functional.cross_entropy)
+    with torch.no_grad(), module.divide_by(26.0):
         total, weight = module(*pad_speeches(samples), 3)
         alone = [module(x, y, 1) for x, y in (pad_speeches([sample]) for sample in samples)]
     assert weight == sum(part[1] for part in alone) == 12 + 12 + 2

@@ -215,10 +215,10 @@ class OneAfterAnother(pg.Passes):
                 with self.host.use_autocast():
                     out = self.host.module.model(x if self.first else x.requires_grad_())
                     if self.last:
-                        total, weight = self.host.module.compute_loss_sum(out, target, samples)
+                        share, weight = self.host.module.compute_share(out, target, samples)
                 if self.last:
-                    total.backward()
-                    own = LossSums(own.loss + float(total.detach()), own.weight + weight)
+                    share.backward()
+                    own = LossSums(own.loss + float(share.detach()), own.weight + weight)
                 else:
                     self._send(out, 1)
                     out.backward(self._receive(1))

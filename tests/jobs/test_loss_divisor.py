@@ -163,15 +163,17 @@ def test_sum_and_weight_pair_of_label_smoothing() -> None:
     model = nn.Linear(3, 4)
     x = torch.randn(5, 3)
     target = torch.tensor([1, 1, 0, 2, 3])
-    totals, weights = zip(
-        *(
-            LossModule(model, pair)(x[part], target[part], len(target[part]))
-            for part in (slice(0, 2), slice(2, 5))
-        ),
-        strict=True,
-    )
+    module = LossModule(model, pair)
+    with module.divide_by(5.0):
+        shares, weights = zip(
+            *(
+                module(x[part], target[part], len(target[part]))
+                for part in (slice(0, 2), slice(2, 5))
+            ),
+            strict=True,
+        )
     assert weights[0] == 0
-    ours = torch.autograd.grad(sum(totals) / sum(weights), model.weight)[0]
+    ours = torch.autograd.grad(sum(shares) / (sum(weights) / 5.0), model.weight)[0]
     theirs = torch.autograd.grad(
         functional.cross_entropy(model(x), target, **SMOOTHED), model.weight
     )[0]

@@ -301,7 +301,7 @@ class Exchange(ABC):
 
         Args:
             weight: Weight of the samples of this rank, summed over its micro-batches.
-            loss: Loss of this rank, summed over its micro-batches.
+            loss: What backward ran on, summed over the micro-batches of this rank.
             doubtful_weight: The part of the weight that may stand for no sample.
         """
         self.doubtful_weight = doubtful_weight
@@ -315,18 +315,18 @@ class Exchange(ABC):
         """
         self.weight_share = weight_share
 
-    def average_step(self, weight: float, scale: float, stop_requested: bool) -> None:
-        """Call `average` with the global weight, or `refuse_zero_weight` if it is 0.
+    def average_step(self, weight: float, divisor: float, stop_requested: bool) -> None:
+        """Call `average` with what is left of the division, or `refuse_zero_weight`.
 
         Args:
             weight: The weight summed over all replicas.
-            scale: Factor by which the gradients were multiplied already.
+            divisor: By what the passes have divided already (`LossModule.divisor`).
             stop_requested: Whether this rank knows of a request to stop on any rank.
         """
         self.weight = weight
         self.request_stop(stop_requested)
         if weight:
-            self.average(weight * scale)
+            self.average(weight / divisor)
         else:
             self.refuse_zero_weight()
 
@@ -391,7 +391,7 @@ class Exchange(ABC):
 
         Args:
             weight: Weight of the samples of this rank, summed over its micro-batches.
-            loss: Loss of this rank, summed over its micro-batches.
+            loss: What backward ran on, summed over the micro-batches of this rank.
         """
 
     @abstractmethod
@@ -404,13 +404,17 @@ class Exchange(ABC):
         """
 
     def average(self, weight: float) -> None:
-        """Divide the gradients by the global weight.
+        """Divide the summed gradients, so that they are those of the mean over the global batch.
 
-        A step divides once: here, in a subclass that replaces this method, or on a server.
+        This completes the division that the passes began (`LossModule.divisor`). It is done here,
+        in a subclass that replaces this method, or on a server.
 
         Args:
-            weight: The weight summed over all replicas.
+            weight: The weight summed over all replicas, divided by what the passes divided by. It
+                is 1 if the passes divided by the whole weight.
         """
+        if weight == 1.0:
+            return
         # a part of a model may have no gradients
         if gradients := [
             parameter.grad for parameter in self.parameters if parameter.grad is not None
@@ -566,7 +570,7 @@ class Totals(NamedTuple):
     Attributes:
         weight: The weight of the samples.
 
-        loss: The summed loss.
+        loss: The sum of what backward ran on.
 
         stop_requests: The number of ranks with a request to stop.
 
@@ -609,7 +613,7 @@ class NoExchange(Exchange):
 
         Args:
             weight: Weight of the samples of this rank.
-            loss: Summed loss of this rank.
+            loss: What backward ran on, summed over the micro-batches of this rank.
         """
         self.totals = [weight, loss, float(self.stop_requested), self.doubtful_weight]
 

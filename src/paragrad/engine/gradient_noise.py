@@ -70,12 +70,13 @@ class GradientNorms:
         self.measurement = None
 
     @contextlib.contextmanager
-    def measure_backward(self, number: int, divisor: float) -> Iterator[None]:
+    def measure_backward(self, number: int, weight: float, divisor: float | None) -> Iterator[None]:
         """Measure the gradient of the first micro-batch while its backward pass runs.
 
         Args:
             number: Index of the micro-batch; only 0 is measured.
-            divisor: The gradient divided by this is a mean; 0 if no sample counts.
+            weight: The weight of the micro-batch; 0 if no sample counts.
+            divisor: By what its sum is divided, as `LossModule.divisor`.
         """
         if number or not self.is_measured:
             yield
@@ -83,8 +84,10 @@ class GradientNorms:
         self.squares = {}
         try:
             yield
-            if divisor and self.squares:
-                self.first_micro_batch = _sum_squares(self.squares.values()) / divisor**2, divisor
+            if weight and self.squares:
+                # the gradient of the share, divided by this factor, is that of the own mean
+                factor = weight / divisor if divisor else 1.0
+                self.first_micro_batch = _sum_squares(self.squares.values()) / factor**2, weight
         finally:
             self.squares = None
 

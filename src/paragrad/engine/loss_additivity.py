@@ -247,12 +247,12 @@ def _evaluate_loss(module: LossModule, part: BatchExcerpt, draws: Draws) -> Loss
         inputs, target = part.copy_batch()
         output = call_model(module.model, inputs)
         value = module.loss(output, target)
-    total, weight = module.weigh_loss(value, part.target, len(part.positions))
+    weighed = module.weigh_loss(value, part.target, len(part.positions))
     return LossEvaluation(
         value,
         output,
-        float(total.detach()),
-        weight,
+        float(weighed.sum.detach()),
+        weighed.weight,
         module.doubtful_weight,
         module.has_known_weight,
     )

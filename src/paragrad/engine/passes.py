@@ -11,11 +11,11 @@ import contextlib
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from paragrad.datasets.loading import list_batch_tensors
@@ -36,20 +36,30 @@ from paragrad.strategies.shares import MicroBatch
 
 # activations are counted in so many steps: this costs some microseconds for each saved tensor
 COUNTED_STEPS = 2
+CHANGED_IN_BACKWARD = (
+    "a backward changes it (an optimizer in a hook, perhaps), and here its gradient is that of a "
+    "part of the batch, or other ranks have the parameter too; change it in the optimizer's step, "
+    "or train with serial"
+)
 
 
 class LossSums(NamedTuple):
     """Sums over the micro-batches of this rank.
 
     Attributes:
-        loss: Sum of the losses.
+        loss: Sum of what backward ran on: of the shares in the mean loss.
         weight: Sum of the weights.
-        scale: Factor by which the gradients were multiplied already.
+        divisor: As `LossModule.divisor` in the passes of the step. The training sets it.
     """
 
     loss: float = 0.0
     weight: float = 0.0
-    scale: float = 1.0
+    divisor: float | None = None
+
+    @property
+    def used_divisor(self) -> float:
+        """By what the passes divided."""
+        return self.divisor or self.weight or 1.0
 
 
 class PassesHost(Protocol):
@@ -70,6 +80,11 @@ class PassesHost(Protocol):
     @property
     def world(self) -> World:
         """All ranks of the training."""
+        ...
+
+    @property
+    def watched_parameters(self) -> Mapping[str, Tensor]:
+        """The parameters that no backward pass may change, by name."""
         ...
 
     @property
@@ -255,6 +270,26 @@ def enter_pass_contexts(
         count_bytes(each.name, each.sent_bytes, computed=True)  # type: ignore[misc]
 
 
+@contextlib.contextmanager
+def refuse_changed_in_backward(parameters: Mapping[str, Tensor]) -> Iterator[None]:
+    """Refuse a backward pass that changes a parameter, as an optimizer in a hook does.
+
+    Args:
+        parameters: The parameters that no backward may change, by name.
+
+    Raises:
+        StepFailed: A backward pass has changed one of them.
+    """
+    versions = [each._version for each in parameters.values()]
+    yield
+    if changed := [
+        name
+        for (name, each), version in zip(parameters.items(), versions, strict=True)
+        if each._version != version
+    ]:
+        raise StepFailed(CHANGED_IN_BACKWARD, tensor=", ".join(changed[:3]))
+
+
 def run_passes(
     passes: Passes, micros: Iterator[tuple[MicroBatch, Any, Any]], count: int
 ) -> LossSums:
@@ -308,15 +343,13 @@ class SequentialPasses(Passes):
         sums = LossSums()
         for number, (micro, inputs, target) in enumerate(micros):
             micro_sums = self._run_micro_batch(micro, inputs, target, number, count)
-            sums = LossSums(
-                sums.loss + micro_sums.loss, sums.weight + micro_sums.weight, micro_sums.scale
-            )
+            sums = LossSums(sums.loss + micro_sums.loss, sums.weight + micro_sums.weight)
         return sums
 
     def _run_micro_batch(
         self, micro: MicroBatch, inputs: Any, target: Any, number: int, count: int
     ) -> LossSums:
-        host, exchange, loss_module = self.host, self.exchange, self.host.module
+        host, exchange = self.host, self.exchange
         samples = len(micro.positions)
         host.batch_norm.start_micro_batch(samples)
         last = number == count - 1
@@ -329,8 +362,8 @@ class SequentialPasses(Passes):
                 host.use_autocast(),
                 self.track_activations(inputs, target),
             ):
-                total, weight = exchange.module(inputs, target, samples)
-            value = float(total.detach())
+                share, weight = exchange.module(inputs, target, samples)
+            value = float(share.detach())
             self.forward_seconds += (
                 time.perf_counter() - started - (host.batch_norm.waited_seconds - waited_before)
             )
@@ -342,20 +375,17 @@ class SequentialPasses(Passes):
                         tensor="loss"
                         if exchange.shard_layout is not None
                         # the search runs a forward pass on this rank alone
-                        else find_nonfinite_tensor(loss_module.model, inputs, target),
+                        else find_nonfinite_tensor(host.module.model, inputs, target),
                     )
-            # Code that is not linear in a gradient (a hook that clips) gets the gradient of the
-            # mean on one worker, as without this library.
-            scales_loss = count == 1 and (host.world.size == 1 or exchange.steps_alone)
-            scale = 1.0 / weight if scales_loss and weight and not loss_module.is_linear else 1.0
             with (
                 host.log.record_span(f"B{number}", "compute"),
-                host.noise.measure_backward(number, weight * scale)
+                host.noise.measure_backward(number, weight, host.module.divisor)
                 if host.noise.is_measured
                 else contextlib.nullcontext(),
+                refuse_changed_in_backward(host.watched_parameters),
             ):
-                total.backward(None if scale == 1.0 else total.new_tensor(scale))
-        return LossSums(value, weight, scale)
+                share.backward()
+        return LossSums(value, weight)
 
     def track_activations(self, *batch: Any) -> AbstractContextManager[Any]:
         """Return the context around a forward pass that counts what is saved for backward.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,9 @@ class Probe:
 
         is_linear: Gradients grow in proportion to the loss.
 
+        sample_weight: The power of two that is nearest to the weight of a sample in the loss; 0 if
+            no sample counted.
+
         draws: The random calls of a forward pass.
 
         changed_by_forward: Names of parameters that are not trained and that forward passes change.
@@ -48,6 +52,7 @@ class Probe:
     has_batch_norm: bool
     coarsest_eps: float
     is_linear: bool
+    sample_weight: float
     draws: Draws
     changed_by_forward: tuple[str, ...] = ()
     replaced_parameters: tuple[str, ...] = ()
@@ -61,6 +66,7 @@ class Probe:
             self.has_batch_norm or other.has_batch_norm,
             max(self.coarsest_eps, other.coarsest_eps),
             self.is_linear and other.is_linear,
+            max(self.sample_weight, other.sample_weight),
             self.draws | other.draws,
             tuple(sorted({*self.changed_by_forward, *other.changed_by_forward})),
             tuple(sorted({*self.replaced_parameters, *other.replaced_parameters})),
@@ -114,6 +120,7 @@ def probe_model(
     samples: int,
     batch_norm: BatchNorm,
     make_repeated_batch: Callable[[int], tuple[Any, Any]],
+    runs_backward: bool = True,
 ) -> Probe:
     """Run one forward and backward pass of a module on copies of its inputs.
 
@@ -133,23 +140,31 @@ def probe_model(
         make_repeated_batch: make_repeated_batch(n) returns (inputs, target) of a batch that repeats
             one sample n times.
 
+        runs_backward: Whether the backward pass runs. Without it nothing is known of unused
+            parameters, and hooks on gradients are not called.
+
     Returns:
         What the passes showed.
     """
     saved = SavedActivations()
+    sample_weight = 0.0
 
     def run_once(hooks: contextlib.AbstractContextManager[Any]) -> tuple[DrawRecorder, bool]:
+        nonlocal sample_weight
         with (
             hooks,
             use_draw_source(DrawRecorder()) as recording,
             _record_tensor_hooks() as hooked_tensors,
         ):
-            total, _ = module(*clone_batch((inputs, target)), samples)
+            loss, weight = module(*clone_batch((inputs, target)), samples)
+            sample_weight = _round_to_power_of_two(weight / max(samples, 1))
+            if not runs_backward:
+                return recording, True
             has_custom_backward = (
-                bool(hooked_tensors) or _has_hooks(module) or _has_python_functions(total)
+                bool(hooked_tensors) or _has_hooks(module) or _has_python_functions(loss)
             )
-            total.backward(retain_graph=has_custom_backward)
-            return recording, not has_custom_backward or _is_linear(module, total)
+            loss.backward(retain_graph=has_custom_backward)
+            return recording, not has_custom_backward or _is_linear(module, loss)
 
     states_before = fingerprint_generators()
     try:
@@ -161,7 +176,7 @@ def probe_model(
         saved = SavedActivations()
         states_before = fingerprint_generators()
         recording, linear = run_once(contextlib.nullcontext())
-    has_unused = any(
+    has_unused = runs_backward and any(
         parameter.requires_grad and parameter.grad is None for parameter in module.parameters()
     )
     draws = Draws()
@@ -177,8 +192,13 @@ def probe_model(
         batch_norm.has_computed,
         saved.coarsest_eps,
         linear,
+        sample_weight,
         draws,
     )
+
+
+def _round_to_power_of_two(value: float) -> float:
+    return 2.0 ** round(math.log2(value)) if 0 < value < math.inf else 0.0
 
 
 # ---- is backward linear in the gradient? Hooks and autograd functions may clip a gradient, or
@@ -201,9 +221,10 @@ def _record_tensor_hooks() -> Iterator[list[Tensor]]:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    return any(parameter._backward_hooks for parameter in module.parameters()) or any(
-        each._backward_hooks or each._backward_pre_hooks for each in module.modules()
-    )
+    return any(
+        parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+        for parameter in module.parameters()
+    ) or any(each._backward_hooks or each._backward_pre_hooks for each in module.modules())
 
 
 def _has_python_functions(total: Tensor) -> bool:

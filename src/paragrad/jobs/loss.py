@@ -1,5 +1,9 @@
 """The loss as (sum, weight), the form that adds up over micro-batches and ranks.
 
+Backward runs on the *share* of a micro-batch in the mean over the global batch: its sum, divided
+by the *divisor* of the step (`LossModule.divisor`). If the micro-batch is the whole batch, this is
+the very tensor that the loss returned.
+
 A user's loss is a mean over a batch, or a pair f(output, target) -> (sum, weight). The weight of a
 mean is what it divided by. Cross-entropy and nll leave out targets equal to ignore_index and weigh
 by class, so their weight is counted from the targets. The weight of any other mean is read from its
@@ -8,11 +12,12 @@ graph (`loss_divisor.py`). If the graph does not show it, the weight is the numb
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import types
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -132,11 +137,59 @@ def call_model(model: Callable[..., Any], inputs: Any) -> Any:
     )
 
 
+class WeighedLoss(NamedTuple):
+    """What a loss returned, with its weight.
+
+    Attributes:
+        value: The mean, or the sum.
+
+        is_sum: Whether the value is a sum.
+
+        weight: What a mean divided by, or the second of a pair; 0 if no sample counts.
+    """
+
+    value: Tensor
+    is_sum: bool
+    weight: float
+
+    @property
+    def sum(self) -> Tensor:
+        """The sum of the losses, in float32 or float64."""
+        return self.value if self.is_sum else _widen(self.value) * self.weight
+
+    def compute_share(self, divisor: float | None) -> Tensor:
+        """Compute the share of the loss in the mean over the global batch.
+
+        Args:
+            divisor: The divisor of the step. None: this loss is that of the whole batch.
+        """
+        if not self.is_sum:
+            factor = self.weight / divisor if divisor else 1.0
+            return self.value if factor == 1.0 else _widen(self.value) * factor
+        divisor = divisor or self.weight or 1.0
+        return self.value if divisor == 1.0 else self.value / divisor
+
+
+def _widen(value: Tensor) -> Tensor:
+    """Convert a loss of a narrow type, such as bfloat16, to float32."""
+    return (
+        value
+        if value.dtype in WIDE_DTYPES
+        else value.to(torch.promote_types(value.dtype, torch.float32))
+    )
+
+
 class LossModule(nn.Module):
-    """Model and loss as one module: from inputs and target to the summed loss and its weight.
+    """Model and loss as one module: from inputs and target to a share of the mean, and its weight.
 
     Attributes:
         model: The model.
+
+        divisor: By what the sums of this step's micro-batches are divided before backward; equal on
+            all ranks that share a mean. None, also outside of steps: by the own weight, so that
+            backward runs on what the loss returned.
+
+        runs_passes: Whether the passes of a step run.
 
         has_traced_divisor: Whether the divisor of the mean is read from its graph. If False, the
             weight is the number of samples. None is the state before the first step.
@@ -159,6 +212,8 @@ class LossModule(nn.Module):
         self.model = model
         # in a tuple, so that a loss that is a module is not registered as a part of the model
         self._loss = (loss,)
+        self.divisor: float | None = None
+        self.runs_passes = False
         self.has_traced_divisor: bool | None = None
         self.has_known_weight = True
         self.doubtful_weight = 0.0
@@ -202,10 +257,19 @@ class LossModule(nn.Module):
         self.has_traced_divisor = has_traced_divisor
         self.is_linear = is_linear
 
-    def reset_doubtful_total(self) -> None:
-        """Sum the doubtful weights from 0 again."""
+    @contextlib.contextmanager
+    def divide_by(self, divisor: float | None) -> Iterator[None]:
+        """Use a divisor while this context is active, and sum the doubtful weights from 0 again.
+
+        Args:
+            divisor: As the attribute.
+        """
         # setting attributes by nn.Module takes microseconds
-        self.__dict__["doubtful_total"] = 0.0
+        self.__dict__.update(divisor=divisor, doubtful_total=0.0, runs_passes=True)
+        try:
+            yield
+        finally:
+            self.__dict__.update(divisor=None, runs_passes=False)
 
     @property
     def uses_graph_divisor(self) -> bool:
@@ -215,7 +279,7 @@ class LossModule(nn.Module):
         )
 
     def forward(self, inputs: Any, target: Any, samples: int) -> tuple[Tensor, float]:
-        """Compute the summed loss and its local weight.
+        """Compute the share of some samples in the mean over the global batch, and their weight.
 
         Args:
             inputs: The inputs of the model.
@@ -223,12 +287,12 @@ class LossModule(nn.Module):
             samples: How many samples count, from the first on; 0 gives everything the weight 0.
 
         Returns:
-            (sum, weight).
+            (share, weight); backward runs on the share.
         """
-        return self.compute_loss_sum(call_model(self.model, inputs), target, samples)
+        return self.compute_share(call_model(self.model, inputs), target, samples)
 
     def compute_loss_sum(self, output: Any, target: Any, samples: int) -> tuple[Tensor, float]:
-        """Compute the loss of an output as (sum, weight).
+        """Compute the loss of an output as (sum, weight), for a test.
 
         Args:
             output: The output of the model.
@@ -238,11 +302,36 @@ class LossModule(nn.Module):
         Returns:
             (sum, weight). The weight counts what the loss is a mean of: samples, tokens or
             elements.
-        """
-        return self.weigh_loss(self.loss(output, target), target, samples)
 
-    def weigh_loss(self, value: Any, target: Any, samples: int) -> tuple[Tensor, float]:
-        """Convert what a loss returned to (sum, weight).
+        Raises:
+            StepFailed: Passes of a step call this; backward runs on shares.
+        """
+        if self.runs_passes:
+            raise StepFailed(
+                "the passes compute a sum of losses, and backward runs on shares of the mean; call "
+                "compute_share(output, target, samples)",
+                tensor="loss",
+            )
+        weighed = self.weigh_loss(self.loss(output, target), target, samples)
+        return weighed.sum, weighed.weight
+
+    def compute_share(self, output: Any, target: Any, samples: int) -> tuple[Tensor, float]:
+        """Compute the loss of an output as a share of the mean over the global batch.
+
+        Passes run backward on it.
+
+        Args:
+            output: The output of the model.
+            target: The targets.
+            samples: How many samples count.
+
+        Returns:
+            (share, weight).
+        """
+        return self.share_loss(self.loss(output, target), target, samples)
+
+    def share_loss(self, value: Any, target: Any, samples: int) -> tuple[Tensor, float]:
+        """Convert what a loss returned to (share of the mean, weight).
 
         Args:
             value: The value that the loss returned.
@@ -250,7 +339,18 @@ class LossModule(nn.Module):
             samples: How many samples count.
 
         Returns:
-            (sum, weight).
+            (share, weight).
+        """
+        weighed = self.weigh_loss(value, target, samples)
+        return weighed.compute_share(self.divisor), weighed.weight
+
+    def weigh_loss(self, value: Any, target: Any, samples: int) -> WeighedLoss:
+        """Find the weight of what a loss returned.
+
+        Args:
+            value: The value that the loss returned.
+            target: The targets.
+            samples: How many samples count.
 
         Raises:
             StepFailed: The value is neither a number nor such a pair.
@@ -264,21 +364,17 @@ class LossModule(nn.Module):
             loss_dtype=value[0].dtype if isinstance(value, tuple) else value.dtype,
         )
         if isinstance(value, tuple):
-            total = value[0]
-            weight = float(value[1])
+            weighed = WeighedLoss(value[0], True, float(value[1]))
         else:
-            weight = self._find_weight(value, target, max(samples, 1))
-            total = (
-                value
-                if value.dtype in WIDE_DTYPES
-                else value.to(torch.promote_types(value.dtype, torch.float32))
-            ) * weight
-        if weight and samples:
+            weighed = WeighedLoss(value, False, self._find_weight(value, target, max(samples, 1)))
+        if weighed.weight and samples:
             if self.doubtful_weight:
                 self.doubtful_total += self.doubtful_weight
-            return total, weight
-        if isinstance(value, tuple) and samples and total != 0 and total.isfinite():
-            return total, 0.0  # a sum that counts without weight of its own
+            return weighed
+        total = weighed.sum
+        if weighed.is_sum and samples and total != 0 and total.isfinite():
+            # a sum that counts without weight of its own
+            return WeighedLoss(total, True, 0.0)
         if samples and has_zero_weight(total):
             raise StepFailed(
                 "the targets of a share all weigh 0, and its loss has a smoothed part all the "
@@ -286,7 +382,8 @@ class LossModule(nn.Module):
                 "weight)",
                 tensor="loss",
             )
-        return make_zero_loss(total), 0.0  # a mean of nothing is 0/0, its sum is 0
+        # a mean of nothing is 0/0, its sum is 0
+        return WeighedLoss(make_zero_loss(total), True, 0.0)
 
     def _find_weight(self, value: Tensor, target: Any, samples: int) -> float:
         """What a mean divided by."""

@@ -25,6 +25,7 @@ from paragrad.engine.rng.draws import Draws
 from paragrad.jobs.loss import LossModule
 from paragrad.record.record import Recorder
 from paragrad.runtime.world import World
+from paragrad.strategies.shares import Division
 from paragrad.strategies.strategy import Strategy
 from paragrad.trainer.pace import Pace
 
@@ -162,6 +163,20 @@ class Setup:
         if self.exchange is not None and self.exchange.shard_layout is not None:
             return dict(self.exchange.shard_tensors)
         return dict(self.model.named_parameters())
+
+    @cached_property
+    def watched_parameters(self) -> Mapping[str, Tensor]:
+        """The parameters that no backward pass may change, by name.
+
+        Its gradient there is that of a part of the batch, or other ranks have the parameter too.
+        """
+        strategy = self.strategy
+        is_split = strategy.division != Division() and strategy.guarantees.replicas_equal
+        return (
+            self.parameters
+            if is_split or strategy.servers
+            else self.layout.select_copies(self.parameters, self.samples_world.size)
+        )
 
     @cached_property
     def trained_tensors(self) -> list[nn.Parameter]:

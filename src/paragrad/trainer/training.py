@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paragrad.engine.batch_norm import BatchNorm
 from paragrad.engine.exchange import (
@@ -356,8 +356,7 @@ class Training:
                             batch, inputs, target, weight, doubtful_weight
                         )
                     rate = float(state.optimizer.param_groups[0]["lr"])
-                    self.exchange.average_step(weight, sums.scale, totals.stop_requests > 0)
-                    loss = totals.loss / (weight or 1.0)
+                    loss = self.take_mean(sums, totals, weight)
                     for each in self.observers:
                         each.observe_mean_gradients(loss, weight)
                     if is_check_due:
@@ -397,9 +396,10 @@ class Training:
         exchange.start_step(setup.world.stop.is_requested, samples, batch.epoch)
         if setup.layout.is_partitioned:
             setup.layout.reset_sent_bytes()
-        setup.module.reset_doubtful_total()
+        divisor = self._choose_divisor(batch, samples)
         self.used_autocast = False
         with ExitStack() as stack:
+            stack.enter_context(setup.module.divide_by(divisor))
             for context in self._list_contexts(batch, observers):
                 stack.enter_context(context)
             sums = run_passes(
@@ -414,7 +414,48 @@ class Training:
         exchange.finish_passes(sums.weight, sums.loss, setup.module.doubtful_total)
         if setup.layout.is_partitioned:
             setup.layout.sum_shared_gradients(setup.parameters)
-        return sums
+        return sums._replace(divisor=divisor)
+
+    def _choose_divisor(self, batch: Batch, samples: int) -> float | None:
+        """Choose by what the passes divide the sums of micro-batches.
+
+        Before all weights are known, the mean over several parts cannot be taken. So the passes
+        divide by what all ranks know: the samples of the global batch, times a power of two near
+        the weight of a sample. Hooks then see gradients of the right size. A power of two rounds
+        nothing.
+
+        Args:
+            batch: This rank's part of the global batch.
+            samples: The samples of that part.
+
+        Returns:
+            The divisor. None if this rank's part is the whole batch, in one micro-batch; backward
+            then runs on what the loss returned.
+        """
+        state = self.state
+        has_own_mean = self.exchange.steps_alone or (
+            len(state.replicas) == len(state.division.shares)
+        )
+        if has_own_mean and len(batch.micro_batches) == 1:
+            return None
+        probe = self.options.validation_probe or self.setup.probe
+        count = samples if has_own_mean else len(batch.sample_indices)
+        return (count or 1) * ((probe.sample_weight if probe else 0.0) or 1.0)
+
+    def take_mean(self, sums: LossSums, totals: Totals, weight: float) -> float:
+        """Turn the summed gradients into those of the mean over the global batch.
+
+        Args:
+            sums: The sums of this rank's share.
+            totals: The totals of all ranks.
+            weight: The global weight.
+
+        Returns:
+            The mean loss.
+        """
+        divisor = sums.used_divisor
+        self.exchange.average_step(weight, divisor, totals.stop_requests > 0)
+        return totals.loss / (weight / divisor if weight else 1.0)
 
     def _list_contexts(
         self, batch: Batch, observers: Sequence[StepObserver]
@@ -479,8 +520,9 @@ class Training:
         # The first step frees the reference step's memory, and the whole model.
         if self.state.own_steps == 0:
             allocator.return_freed_memory()
+        own_sums = LossSums(sums.loss * sums.used_divisor, sums.weight)
         for each in self.observers:
-            each.finish(batch, sums, rate)
+            each.finish(batch, own_sums, rate)
         self.state.count_step()
 
     # ---- what passes ask their host ----------------------------------------------------------
@@ -496,6 +538,11 @@ class Training:
         return self.setup.world
 
     @property
+    def watched_parameters(self) -> Mapping[str, Tensor]:
+        """The parameters that no backward pass may change, by name."""
+        return self.setup.watched_parameters
+
+    @property
     def module(self) -> LossModule:
         """Model and loss, or this rank's part of the model and the loss."""
         return self.setup.module
@@ -509,6 +556,11 @@ class Training:
     def draws(self) -> Draws:
         """The random draws of the model."""
         return self.setup.draws
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether one worker makes the steps of a plain loop: nothing is split or exchanged."""
+        return self.setup.full_world.size == 1 and self.state.division == Division()
 
     @property
     def seed(self) -> int:

@@ -263,7 +263,7 @@ class AveragingExchange(GradientBucketExchange):
     @property
     def steps_alone(self) -> bool:  # type: ignore[override]
         """Whether this rank updates with the gradient of its own share only."""
-        return not self.is_synchronous and not self.layout.is_partitioned
+        return not self.is_synchronous
 
     def begin(self) -> None:
         super().begin()

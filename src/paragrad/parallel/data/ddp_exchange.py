@@ -59,7 +59,7 @@ class CountingLoss(nn.Module):
         loss_module: The model and the loss. The model has at least one trained parameter.
 
     Attributes:
-        loss_module: The model and the loss. Its forward gives the sum of losses and the weight.
+        loss_module: The model and the loss. Its forward gives a share of the mean, and its weight.
         counter: Parameter of 4 numbers. Its gradient is the totals.
         stop_requested: 1.0 if this rank was asked to stop, otherwise 0.0.
     """
@@ -78,19 +78,19 @@ class CountingLoss(nn.Module):
         self.stop_requested = 0.0
 
     def forward(self, inputs: Any, target: Any, samples: int) -> tuple[Tensor, float]:
-        """Return the sum of losses, with the totals attached to its graph, and the weight.
+        """Return the share of the mean, with the totals attached to its graph, and the weight.
 
         Args:
             inputs: The inputs of the model.
             target: The target of the loss.
             samples: Number of samples that count. 0: the doubtful weight is 0 too.
         """
-        total, weight = self.loss_module(inputs, target, samples)
+        share, weight = self.loss_module(inputs, target, samples)
         totals = self.counter.new_tensor(
             [weight, 0.0, self.stop_requested, self.loss_module.doubtful_weight if samples else 0.0]
         )
-        totals[1] = total.detach()
-        return total + (self.counter * totals).sum(), weight
+        totals[1] = share.detach()
+        return share + (self.counter * totals).sum(), weight
 
 
 class DDPWrapper(DistributedDataParallel):

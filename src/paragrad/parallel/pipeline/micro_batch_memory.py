@@ -6,11 +6,12 @@ The stages run in this process, as their ranks would run them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from paragrad.datasets.loading import clone_batch, list_batch_tensors
 from paragrad.engine.activation_meter import ActivationMeter, find_storage
@@ -55,6 +56,8 @@ class LocalPassesHost:
         noise: Measures nothing here.
 
         rehearsing: As in `PassesHost`.
+
+        watched_parameters: None.
     """
 
     world: World
@@ -66,6 +69,7 @@ class LocalPassesHost:
     log: StepLog = field(default_factory=lambda: StepLog(None))
     noise: GradientNorms = field(default_factory=lambda: GradientNorms((), 0))
     rehearsing: bool = False
+    watched_parameters: Mapping[str, Tensor] = field(default_factory=dict)
 
     def use_autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context of autocast."""

@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from paragrad.datasets.loading import clone_batch, list_batch_tensors
 from paragrad.engine.activation_meter import ActivationMeter
 from paragrad.engine.exchange import Exchange
-from paragrad.engine.passes import LossSums, Passes, PassesHost
+from paragrad.engine.passes import LossSums, Passes, PassesHost, refuse_changed_in_backward
 from paragrad.engine.rng.draws import CallNumbers, key_test_draws
 from paragrad.engine.state.preserve_state import (
     INTERNAL_ATTRIBUTES,
@@ -487,7 +487,7 @@ class PipelineStep:
                         "(output, penalty)",
                         tensor="loss",
                     )
-                loss, weight = host.module.weigh_loss(value, target, len(micro.positions))
+                loss, weight = host.module.share_loss(value, target, len(micro.positions))
         if is_last and not self.training:
             self.outputs[number] = out
         ends = [
@@ -550,7 +550,10 @@ class PipelineStep:
             self.add_loss(self.pending_backwards[stage, number], weight)
             self.messages.forget_message(slot)
         pending = self.pending_backwards.pop((stage, number))
-        with self.use_micro_batch_state(stage, number):
+        with (
+            self.use_micro_batch_state(stage, number),
+            refuse_changed_in_backward(self.host.watched_parameters),
+        ):
             if pending.loss is not None:
                 pending.loss.backward()
             else:

@@ -419,6 +419,11 @@ class WorkerExchange(Exchange):
             super().refuse_zero_weight()
 
     @property
+    def steps_alone(self) -> bool:  # type: ignore[override]
+        """Whether this rank updates with the gradient of its own share only."""
+        return not self.strategy.is_synchronous
+
+    @property
     def already_applied(self) -> bool:  # type: ignore[override]
         """Whether the share was applied before, or came too late."""
         return self.push_outcome != APPLIED
@@ -432,7 +437,7 @@ class WorkerExchange(Exchange):
             else self.step * self.strategy.workers + self.worker_number
         )
         numbers = (
-            self.totals[0],
+            self.weight,
             float(self.ticket.workers if self.ticket else 0),
             0.0,
             float(self.local_samples),

@@ -115,7 +115,7 @@ def compare_with_serial(
             comparison
             and (
                 replace(comparison.worst, why=current_reason, reference=str(comparison.reference)),
-                comparison.reference.serial.training.setup.coarsest_eps,
+                comparison.reference.coarsest_eps,
             )
         )
         if difference.first is None or kind != torch.float64 or coarsest <= torch.finfo(kind).eps:
@@ -144,7 +144,7 @@ def measure_distances(
     for comparison in _step_together(
         world, job, strategy, settings, train, places, check_sameness=False
     ):
-        serial = comparison.reference.serial.training.setup.parameters
+        serial = comparison.reference.serial.parameters()
         values.append(
             max(
                 list_tensor_deviations(
@@ -219,8 +219,8 @@ def _refuse_shared_gradients(reference: SerialReference) -> None:
     """Raise StepFailed if the strategy's step left gradients in the reference's models."""
     if any(
         parameter.grad is not None
-        for trainer in reference.trainers
-        for parameter in trainer.model.parameters()
+        for loop in reference.loops
+        for parameter in loop.model.parameters()
     ):
         raise StepFailed(
             "the loss reads the model from outside, and of two models in one process it reads the "
@@ -268,7 +268,7 @@ class TensorComparison:
         self.gradients: NamedTensors = {}
         self.state: Mapping[str, Tensor] = {}
         serial = reference.serial
-        dtype = serial.training.feed.dtype
+        dtype = serial.job.parameter_dtype
         self.eps = torch.finfo(dtype).eps
         self.worst = Difference(
             0.0,
@@ -281,7 +281,7 @@ class TensorComparison:
         if self.noise and not isinstance(serial.optimizer, torch.optim.SGD):
             self.masks = {
                 name: torch.ones_like(tensor, dtype=torch.bool)
-                for name, tensor in serial.training.setup.parameters.items()
+                for name, tensor in serial.parameters().items()
             }
 
     def take_tensors(self, gradients: NamedTensors, state: Mapping[str, Tensor]) -> None:
@@ -299,10 +299,10 @@ class TensorComparison:
         serial = self.reference.serial
         baseline = self.reference.rounding_baseline
         assert baseline is not None
-        if self.reference.loss_deviation is not None:
+        if serial.loss_deviation is not None:
             self._record_deviation(
                 WHOLE_BATCH_LOSS,
-                Deviation(self.reference.loss_deviation, self.reference.loss_deviation),
+                Deviation(serial.loss_deviation, serial.loss_deviation),
                 self.noise,
             )
         expected = serial.gradients()
@@ -321,11 +321,12 @@ class TensorComparison:
             measure_deviations(self._select_comparable(state), comparable),
             measure_deviations(self._select_comparable(baseline_state), comparable),
         )
-        floor = FLOOR * find_largest_value(serial.training.setup.parameters)
+        parameters = serial.parameters()
+        floor = FLOOR * find_largest_value(parameters)
         buffers = {
             name: serial_state[name]
             for name in state
-            if name not in serial.training.setup.parameters and not self._is_excused(name)
+            if name not in parameters and not self._is_excused(name)
         }
         baseline_deviations = measure_buffer_deviations(baseline_state, buffers, floor)
         for name, deviation in measure_buffer_deviations(state, buffers, floor).items():
@@ -406,7 +407,7 @@ class TensorComparison:
     def _select_comparable(self, state: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
         """Select the parameters that can be compared."""
         if self.masks is None:
-            return {name: state[name] for name in self.reference.serial.training.setup.parameters}
+            return {name: state[name] for name in self.reference.serial.parameters()}
         return {name: state[name][mask] for name, mask in self.masks.items() if mask.any()}
 
 

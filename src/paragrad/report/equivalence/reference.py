@@ -1,29 +1,25 @@
-"""What a strategy is compared with: serial, and its rounding baseline.
+"""What a strategy is compared with: a plain PyTorch loop, and its rounding baseline.
 
-Serial takes the whole global batch in one loss call, so it shares no fault of weights with the
-strategy. Only if batch norm takes statistics of micro-batches, serial runs the same micro-batches.
-Their weights are then checked against one call.
+The loop (`plain_loop.py`) takes the whole global batch in one loss call, so it shares no fault of
+weights with the strategy. Only if batch norm takes statistics of micro-batches, its model runs on
+the same micro-batches.
 
-The rounding baseline is serial with every parameter moved by about one unit in the last place
-before every step. Its distance from serial is what rounding alone does to this model. It does not
-reverse its samples. In a model that draws noise or mixes samples this would be another training,
-and a wrong strategy would pass.
+The rounding baseline is the same loop with every parameter moved by about one unit in the last
+place before every step. Its distance is what rounding alone does to this model. It does not reverse
+its samples. In a model that draws noise or mixes samples this would be another training, and a
+wrong strategy would pass.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
-from paragrad.datasets.loading import Dataset, clone_batch, separate_target, slice_batch
-from paragrad.engine.loss_additivity import disable_batch_statistics
-from paragrad.engine.probe import use_model_eval_mode
+from paragrad.datasets.loading import Dataset, separate_target
 from paragrad.jobs.job import Job
-from paragrad.jobs.loss import call_model
 from paragrad.jobs.precision import perturb_parameters
+from paragrad.report.equivalence.plain_loop import PlainLoop
 from paragrad.runtime.generators import keep_generators, seed_everything
 from paragrad.runtime.world import World
 from paragrad.strategies.serial import Serial
@@ -34,24 +30,21 @@ WHOLE_BATCH_LOSS = "loss of the whole batch"  # compared with the mean over micr
 
 
 class SerialReference:
-    """Serial and, if requested, its rounding baseline, over the same batches of a job.
+    """A plain loop and, if requested, its rounding baseline, over the same batches of a job.
 
     Attributes:
         norm_statistics: names of running statistics if batch norm is computed in training, else
             None.
 
+        coarsest_eps: the eps of the coarsest numbers that the model computes.
+
         micro_count: number of micro-batches.
 
-        serial: the trainer of serial.
+        serial: the plain loop.
 
-        rounding_baseline: the trainer of the rounding baseline; None without it.
-
-        batch_iterators: the batches of each trainer.
+        rounding_baseline: the loop of the rounding baseline; None without it.
 
         sign_generator: draws the directions in which the baseline's parameters move.
-
-        loss_deviation: deviation of the loss of micro-batches from that of the whole batch; None if
-            unknown.
     """
 
     def __init__(
@@ -64,33 +57,32 @@ class SerialReference:
         rounding_baseline: bool,
     ) -> None:
         first_step = _try_serial_step(job, train, places[0], device)
+        training = None if isinstance(first_step, str) else first_step.training
         self.norm_statistics = (
-            None
-            if isinstance(first_step, str) or not first_step.training.batch_norm.has_computed
-            else first_step.training.batch_norm.normalized_buffers
-        )
-        self.micro_count = 1 if self.norm_statistics is None else strategy.division.micro
-        division_source = strategy if self.micro_count > 1 else None
-        self.serial = Trainer.build_for_job(
-            World(device=device), job, Serial(), compared_strategy=division_source
-        )
-        self.rounding_baseline = (
-            Trainer.build_for_job(
-                World(device=device), job, Serial(), compared_strategy=division_source
-            )
-            if rounding_baseline
+            training.batch_norm.normalized_buffers
+            if training is not None and training.batch_norm.has_computed
             else None
         )
-        self.batch_iterators = {
-            trainer: trainer.iterate_batches_at(train, job.make_order(len(train)), places)
-            for trainer in self.trainers
-        }
+        self.coarsest_eps = training.setup.coarsest_eps if training is not None else 0.0
+        self.micro_count = 1 if self.norm_statistics is None else strategy.division.micro
+        loops = [
+            PlainLoop(
+                job,
+                train,
+                places,
+                device,
+                training.setup.draws if training is not None else None,
+                strategy.division if self.micro_count > 1 else None,
+            )
+            for _ in range(1 + rounding_baseline)
+        ]
+        self.serial = loops[0]
+        self.rounding_baseline = loops[1] if rounding_baseline else None
         self.sign_generator = torch.Generator().manual_seed(job.seed)
-        self.loss_deviation: float | None = None
 
     @property
-    def trainers(self) -> Iterator[Trainer]:
-        """The trainers of serial and of the rounding baseline."""
+    def loops(self) -> Iterator[PlainLoop]:
+        """The plain loop and that of the rounding baseline."""
         yield self.serial
         if self.rounding_baseline is not None:
             yield self.rounding_baseline
@@ -98,73 +90,23 @@ class SerialReference:
     def step(self) -> None:
         """Train the next batch.
 
-        Both trainers draw the same random numbers. The strategy's random numbers are as if there
-        were no reference.
+        Both loops draw the same random numbers. The strategy's random numbers are as if there were
+        no reference.
         """
         if self.rounding_baseline is not None:
             perturb_parameters(self.rounding_baseline.model, self.sign_generator)
-        for trainer in self.trainers:
-            fetched = next(self.batch_iterators[trainer])
-            if trainer is self.serial and self.micro_count > 1:
-                self.loss_deviation = _measure_loss_deviation(trainer, *separate_target(fetched))
+        for loop in self.loops:
             with keep_generators():
-                seed_everything(trainer.training.seed + 1 + trainer.steps)
-                trainer.step(*separate_target(fetched))
+                seed_everything(loop.job.seed + 1 + loop.steps)
+                loop.step()
 
     def __str__(self) -> str:
         if self.micro_count == 1:
             return "serial"
+        is_checked = self.serial.joins_outputs or self.serial.loss_deviation is not None
         return f"serial(micro={self.micro_count})" + (
-            " with weights that were not checked" if self.loss_deviation is None else ""
+            "" if is_checked else " with weights that were not checked"
         )
-
-
-def _measure_loss_deviation(trainer: Trainer, inputs: Any, target: Any) -> float | None:
-    """Measure how far the weighted mean over micro-batches is from the loss of the whole batch.
-
-    The model is in eval mode, which mixes no samples. Returns None if the loss cannot be computed
-    in eval mode.
-    """
-    batch = trainer.training.feed.pending_batch
-    assert batch is not None
-    samples = len(batch.sample_indices)
-    try:
-        with (
-            use_model_eval_mode(trainer.model),
-            trainer.training.use_autocast(),
-            keep_generators(),
-            disable_batch_statistics(),
-            torch.set_grad_enabled(trainer.training.module.uses_graph_divisor),
-        ):
-            whole_batch = _compute_weighted_loss(trainer, clone_batch(inputs), target, samples)
-            parts = [
-                _compute_weighted_loss(
-                    trainer,
-                    slice_batch(clone_batch(inputs), part, samples),
-                    slice_batch(target, part, samples),
-                    len(micro.positions),
-                )
-                for micro, part in batch.iterate_slices()
-            ]
-    except (TypeError, AttributeError, KeyError, ValueError, RuntimeError):
-        return None
-    weight = sum(each[1] for each in parts)
-    if not weight or not whole_batch[1]:
-        return 0.0 if weight == whole_batch[1] else math.inf
-    mean = sum(each[0] for each in parts) / weight
-    expected = whole_batch[0] / whole_batch[1]
-    scale = max(abs(expected), sum(abs(each[0]) for each in parts) / weight)
-    deviation = abs(mean - expected) / scale if scale else 0.0
-    return math.inf if math.isnan(deviation) else deviation
-
-
-def _compute_weighted_loss(
-    trainer: Trainer, inputs: Any, target: Any, samples: int
-) -> tuple[float, float]:
-    total, weight = trainer.training.module.compute_loss_sum(
-        call_model(trainer.model, inputs), target, samples
-    )
-    return float(total.detach()), weight
 
 
 def choose_reference_dtype(

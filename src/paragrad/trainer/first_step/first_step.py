@@ -303,8 +303,7 @@ class FirstStep:
         weight = self.resolve_weight(batch, inputs, target, totals.weight, totals.doubtful_weight)
         if not weight:
             return 0.0, 0.0
-        training.exchange.average(weight * sums.scale)
-        return totals.loss / weight, weight
+        return training.take_mean(sums, totals, weight), weight
 
     def _empty_user_model(self) -> None:
         """Release the values of the user's own model if it is partitioned."""

@@ -41,7 +41,7 @@ def reuse_validation_probe(training: Training) -> Probe | None:
         training: The training.
     """
     probe = training.options.validation_probe
-    differs_by_rank = (
+    differs_by_rank = not training.is_plain and (
         training.setup.strategy.uses_buckets
         or training.world.device.type != "cpu"
         or (probe is not None and probe.has_batch_norm)
@@ -137,6 +137,9 @@ def _probe_on_rank(
                 lambda count: _repeat_first_sample(
                     training, batch, inputs, target, max(samples, 1), count, as_loaded
                 ),
+                # On one worker the probe is for draws and memory only. A hook may count its calls,
+                # or step an optimizer.
+                runs_backward=not training.is_plain,
             )
         if not training.options.is_validated and not probe.draws.layout_dependence:
             _check_loss_additivity(training, inputs, target, samples, probe.draws)

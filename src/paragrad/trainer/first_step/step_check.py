@@ -106,14 +106,14 @@ def run_reference_step(
     snapshot = ModuleSnapshot(module, include_buffers=True)
     for parameter in module.model.parameters():
         parameter.grad = None
-    loss, weight = _sum_part_losses(module, parts, draws, seed, step, backward=not loss_only)
+    loss, weight, remainder = _run_parts(module, parts, draws, seed, step, backward=not loss_only)
     if loss_only:
-        return StepOutcome(loss / (weight or 1.0), weight, {}, {})
+        return StepOutcome(loss, weight, {}, {})
     gradients = {name: parameter.grad for name, parameter in module.model.named_parameters()}
-    if module.is_linear or len(parts) > 1:
+    if remainder != 1.0:
         for gradient in gradients.values():
             if gradient is not None:
-                gradient.div_(weight or 1.0)
+                gradient.div_(remainder)
     # A buffer of a new shape is a cache that grew; it is left out.
     buffers = {
         name: buffer.detach().clone()
@@ -127,14 +127,15 @@ def run_reference_step(
     # changed buffers would change the loss
     for put_back in snapshot.buffer_restorers if changed_state else ():
         put_back()
-    if changed_state and _sum_part_losses(module, parts, draws, seed, step, backward=False) == (
+    if changed_state and _run_parts(module, parts, draws, seed, step, backward=False) == (
         loss,
         weight,
+        remainder,
     ):
         # The state is written and never read: the last attention, the size of a batch.
         changed_state = {}
     return StepOutcome(
-        loss / (weight or 1.0),
+        loss,
         weight,
         gradients,
         buffers,
@@ -175,31 +176,32 @@ def _compute_test_loss(module: LossModule, part: BatchExcerpt) -> float | str:
     return losses[0] if losses[0] == losses[1] else "it is another one each time it is made"
 
 
-def _sum_part_losses(
+def _run_parts(
     module: LossModule,
     parts: list[BatchExcerpt],
     draws: Draws,
     seed: int,
     step: int,
     backward: bool,
-) -> tuple[float, float]:
-    """Return (sum of losses, weight) over all parts."""
+) -> tuple[float, float, float]:
+    """Run all parts forward, and backward on their shares of the mean.
+
+    Returns:
+        (mean loss, weight, what the gradients must still be divided by).
+    """
     loss = 0.0
     weight = 0.0
-    for part in parts:
-        with key_draws(draws, seed, step, part.positions):
-            total, part_weight = module(*part.copy_batch(), len(part.positions))
-            if backward:
-                # A hook that is not linear in a gradient (it clips) sees the gradient of the
-                # mean, as without this library.
-                total.backward(
-                    None
-                    if module.is_linear or len(parts) > 1 or not part_weight
-                    else total.new_tensor(1.0 / part_weight)
-                )
-        loss = loss + float(total.detach())
-        weight = weight + part_weight
-    return loss, weight
+    divisor = float(sum(len(part.positions) for part in parts)) if len(parts) > 1 else None
+    with module.divide_by(divisor):
+        for part in parts:
+            with key_draws(draws, seed, step, part.positions):
+                share, part_weight = module(*part.copy_batch(), len(part.positions))
+                if backward:
+                    share.backward()
+            loss = loss + float(share.detach())
+            weight = weight + part_weight
+    remainder = weight / divisor if divisor and weight else 1.0
+    return loss / remainder, weight, remainder
 
 
 # ---- the comparison --------------------------------------------------------------------------
