@@ -169,7 +169,7 @@ def test_train_a_job_file(tmp_path: Path) -> None:
         str(JOB_FILES / "good.py"),
         "--strategy",
         "data(2, reduce=ring, shares=[3, 1])",
-        "--check",
+        "--verify",
         "--runs",
         str(tmp_path),
     )
@@ -202,7 +202,7 @@ def test_train_a_module_attribute(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             "--epochs",
             "1",
             "--json",
-            "--check",
+            "--verify",
             "--runs",
             str(tmp_path),
         )

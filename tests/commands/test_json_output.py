@@ -32,7 +32,7 @@ VERBS = {
         "1",
         "--strategy",
         "data(2, reduce=ring)",
-        "--check",
+        "--verify",
         "--noise-scale",
         "9",
     ],

@@ -232,8 +232,7 @@ class BeforeTheUpdate:
 
 @dataclass(frozen=True)
 class ByTheUpdate:
-    """All is right before the first update, and a training goes on; `verify` alone names it: a
-    parameter.
+    """All is right before the first update; the check of the update names it: a parameter.
 
     optimizer, strategy: with which it shows.
     """

@@ -145,7 +145,7 @@ MODELS = {"normed": normed, "attending": Attending, "convolving": convolving}
 def test_divided_model_is_equal_on_gpu_and_cpu(text: str, model: str, tmp_path: Path) -> None:
     """Also what dropout draws: by the element of the whole tensor, on either."""
     job = DIGITS.replace(model=MODELS[model], name=model, epochs=1, dtype=torch.float64)
-    here = pg.train(job, text, runs=tmp_path, device="cuda", check=True)
+    here = pg.train(job, text, runs=tmp_path, device="cuda", verify=True)
     # statistics of each
     there = pg.train(job, "serial(micro=2)" if "micro=2" in text else "serial", runs=tmp_path)
     assert here.header["device"] == "cuda"
@@ -182,7 +182,7 @@ def test_spatial_and_branch_are_equal_on_gpu_and_cpu(
             for each in (DIGITS.train, DIGITS.test)
         ]
         job = job.replace(model=lambda: model()[1:], train=shaped[0], test=shaped[1])
-    here = pg.train(job, text, runs=tmp_path, device="cuda", check=True)
+    here = pg.train(job, text, runs=tmp_path, device="cuda", verify=True)
     there = pg.train(job, "serial", runs=tmp_path)
     assert here.losses == pytest.approx(there.losses, rel=1e-9)
 

@@ -25,6 +25,7 @@ from paragrad.commands.options import (
     AllowOption,
     BackendOption,
     BatchOption,
+    CheckOption,
     DataOption,
     DeviceOption,
     EpochsOption,
@@ -100,9 +101,10 @@ def run_train(
         bool, typer.Option("--dry-run", help="print shares, steps and resolved choices")
     ] = False,
     overlap: Annotated[bool, typer.Option(help="exchange gradients while backward runs")] = True,
-    check: Annotated[
-        bool, typer.Option(help="afterwards, compare 20 steps with serial in float64")
+    verify: Annotated[
+        bool, typer.Option("--verify", help="afterwards, compare 20 steps with serial in float64")
     ] = False,
+    check: CheckOption = "1%",
     save: Annotated[
         int | None, typer.Option(metavar="STEPS", help="a checkpoint every so many steps")
     ] = None,
@@ -172,6 +174,7 @@ def run_train(
             "inject_fault": inject_fault,
             "skip_schedule_check": skip_schedule_check,
             "skip_first_step_check": skip_first_step_check,
+            "check": check,
             "machine": machine,
             "memory": memory,
             "slow": ",".join(slow) if slow else None,
@@ -190,7 +193,7 @@ def run_train(
                     chosen,
                     strategy,
                     runs=runs,
-                    check=check,
+                    verify=verify,
                     progress=shown.track_run(strategy),
                     **settings,
                 )

@@ -73,6 +73,12 @@ SkipFirstStepCheckOption = Annotated[
     bool,
     typer.Option("--skip-first-step-check", help="do not compare the first step with one worker's"),
 ]
+CheckOption = Annotated[
+    str,
+    typer.Option(
+        metavar="SHARE", help="of the run's time for comparing steps with one worker's; 0: none"
+    ),
+]
 SkipScheduleCheckOption = Annotated[
     bool,
     typer.Option("--skip-schedule-check", help="do not prove the schedule before the ranks start"),

@@ -55,6 +55,7 @@ def parallelize(
     device: str = "cpu",
     backend: str = "auto",
     timeout: float = DEFAULT_TIMEOUT,
+    check: str | float = 0.01,
     skip_first_step_check: bool = False,
 ) -> Iterator[Trainer]:
     """One rank of a strategy over the user's own model, loss and optimizer; a context manager.
@@ -97,6 +98,9 @@ def parallelize(
 
         timeout: seconds to wait for another rank.
 
+        check: the largest share of the time that comparisons of steps with one worker's may take,
+            such as "1%"; 0: no step is compared.
+
         skip_first_step_check: do not compare the first step with one worker's.
 
     Yields:
@@ -105,7 +109,7 @@ def parallelize(
     Raises:
         Refused: before the first step.
     """
-    settings = Settings(device=device, backend=backend)
+    settings = Settings(device=device, backend=backend, check=check)
     _check_loop_arguments(model, loss, optimizer, scheduler, clip_norm, autocast, settings)
     chosen = read_strategy(strategy)
     size = get_launched_size()
@@ -135,6 +139,7 @@ def parallelize(
             autocast=autocast,
             collate=collate,
             skip_first_step_check=skip_first_step_check,
+            check_share=settings.check_share,
         )
         trainer = Trainer(
             world, model, loss, optimizer, resolved, options, scheduler, initial_model

@@ -49,7 +49,7 @@ def train(
     strategy: str | Strategy = "serial",
     *,
     runs: str | Path = "runs",
-    check: bool = False,
+    verify: bool = False,
     progress: Progress | None = None,
     **settings: Any,
 ) -> Run:
@@ -64,13 +64,14 @@ def train(
 
         runs: the folder in which the run's own folder is made.
 
-        check: afterwards compare 20 steps with serial in float64 (`run.difference`).
+        verify: afterwards compare 20 steps with serial in float64 (`run.difference`).
 
         progress: receives the progress of the run.
 
         **settings: data, device, backend, overlap, loaders, save, resume, until, tensorboard,
-            trace, memory, machine, inject_fault, skip_schedule_check, skip_first_step_check,
-            timeout, slow, pace, listen, allow, limit, as in `paragrad.trainer.settings.Settings`.
+            trace, memory, machine, inject_fault, check, skip_schedule_check,
+            skip_first_step_check, timeout, slow, pace, listen, allow, limit, as in
+            `paragrad.trainer.settings.Settings`.
 
     Returns:
         The finished run.
@@ -89,10 +90,10 @@ def train(
     refuse_unknown_ranks(
         resolved_settings.slow_ranks, validated_run.size - validated_run.resolved.servers
     )
-    if check and validated_run.rounds:
+    if verify and validated_run.rounds:
         raise Refused(
-            f"a check compares steps with serial's, and {validated_run.requested} has none: "
-            "clients train apart for a round; leave out --check, and judge it by its tests"
+            f"--verify compares steps with serial's, and {validated_run.requested} has none: "
+            "clients train apart for a round; leave out --verify, and judge it by its tests"
         )
     if validated_run.settings.machine and not (
         validated_run.resolved.has_open_all_reduce()
@@ -107,7 +108,7 @@ def train(
     if progress is None and (bar := make_notebook_progress()):
         progress = bar(str(validated_run.requested))
     if get_launched_size() is not None:
-        return _train_under_launcher(validated_run, Path(runs), check, progress)
+        return _train_under_launcher(validated_run, Path(runs), verify, progress)
     folder = create_run_folder(
         Path(runs), f"{job.name}-{make_folder_name(validated_run.requested)}"
     )
@@ -126,7 +127,7 @@ def train(
             result = train_on_ranks(
                 launcher, validated_run, folder, progress=progress, stop_request=stop_request
             )
-        if result.stopped or not check or validated_run.resolved.is_reference:
+        if result.stopped or not verify or validated_run.resolved.is_reference:
             return result
         with Recorder(folder / "run.jsonl") as record:
             try:
@@ -251,7 +252,7 @@ def check_against_serial(
 
 
 def _train_under_launcher(
-    validated_run: ValidatedRun, runs: Path, check: bool, progress: Progress | None
+    validated_run: ValidatedRun, runs: Path, verify: bool, progress: Progress | None
 ) -> Run:
     """Train as a rank that a launcher started.
 
@@ -300,7 +301,7 @@ def _train_under_launcher(
                 raise failed from error
             _write_end_line(record, status)
             _write_trace_file(validated_run, folder, is_first)
-            if check and status == "finished" and not validated_run.resolved.is_reference:
+            if verify and status == "finished" and not validated_run.resolved.is_reference:
                 try:
                     difference = compare_with_serial(
                         world, validated_run.job, validated_run.resolved, validated_run.settings
@@ -320,13 +321,13 @@ def _train_under_launcher(
 
 
 def describe_failed_check(folder: Path, message: str) -> str:
-    """The message of a check that failed after the training was done.
+    """The message of a comparison with serial that failed after the training was done.
 
     Args:
         folder: the folder of the run.
         message: the message of the failure.
     """
-    return f"the training is done ({folder}); its check against serial failed: {message}"
+    return f"the training is done ({folder}); its comparison with serial failed: {message}"
 
 
 def _convert_to_rank_failure(error: StepFailed, rank: int | None) -> RankFailed:

@@ -220,11 +220,24 @@ def _record_tensor_hooks() -> Iterator[list[Tensor]]:
         Tensor.register_hook = original
 
 
-def _has_hooks(module: nn.Module) -> bool:
+def has_parameter_hooks(module: nn.Module) -> bool:
+    """Return whether a user has put a hook on a parameter; a copy of the module has none.
+
+    Args:
+        module: The module.
+    """
     return any(
-        parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+        not (getattr(hook, "__module__", None) or "").startswith("paragrad.")
         for parameter in module.parameters()
-    ) or any(each._backward_hooks or each._backward_pre_hooks for each in module.modules())
+        for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+        for hook in (hooks or {}).values()
+    )
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return has_parameter_hooks(module) or any(
+        each._backward_hooks or each._backward_pre_hooks for each in module.modules()
+    )
 
 
 def _has_python_functions(total: Tensor) -> bool:

@@ -80,6 +80,11 @@ class BatchLoop(Loop[Segment]):
         """Return the seconds since the start of the run, as the record counts them."""
         return self.training.log.now()
 
+    @property
+    def needs_check(self) -> bool:
+        """Whether the next step is compared with one worker's, besides those that are planned."""
+        return False
+
     def train_batches(self, segment: Segment, batches: Iterable[Any]) -> bool:
         """Make a step on each batch.
 
@@ -91,6 +96,8 @@ class BatchLoop(Loop[Segment]):
             False if the run ends before the last batch.
         """
         for batch in batches:
+            if self.needs_check:
+                self.training.state.request_check()
             rate = float(self.trainer.optimizer.param_groups[0]["lr"])
             result = self.trainer.step(*separate_target(batch))
             if not self.end_step(segment, result, rate):

@@ -293,7 +293,29 @@ class TrainingLoop(BatchLoop[int]):
             start=self.start[1] if segment == self.start[0] else 0,
             loaders=self.validated_run.settings.loaders,
         )
-        return self.train_batches(segment, batches)
+        try:
+            return self.train_batches(segment, batches)
+        except StepFailed as error:
+            if not error.differs or self.saved_progress is None:
+                raise
+            checkpoint = self.folder / f"checkpoint-{self.saved_progress:08}"
+            raise StepFailed(
+                f"{error.message}. The checkpoint before it is {checkpoint}; go on from it with "
+                f"resume={str(checkpoint)!r}",
+                step=error.step,
+                tensor=error.tensor,
+                differs=True,
+                when=error.when,
+            ) from error
+
+    @property
+    def needs_check(self) -> bool:
+        """Whether the next step is the last one, or the last before a checkpoint."""
+        number = self.trainer.steps + 1
+        interval = self.validated_run.settings.save
+        return self.training.is_exact_split and (
+            number == self.steps or bool(interval and number % interval == 0)
+        )
 
     def end_step(self, segment: int, result: StepResult, rate: float) -> bool:
         """Report a step, and save if a checkpoint is due or a stop is requested.

@@ -84,6 +84,7 @@ class Run(Record):
             "memory": self.memory,
             "audit": asdict(self.sample_count),
             "first_step": self.first_step,
+            "compared_steps": self.compared_steps,
             "events": self.event_messages,
             "noise": self.noise and {**asdict(self.noise), "scale": self.noise.scale},
             "difference": difference.get("value"),
@@ -106,6 +107,17 @@ class Run(Record):
                 )
             ),
             None,
+        )
+
+    @property
+    def compared_steps(self) -> int:
+        """The number of steps that were compared with one worker's and were equal."""
+        return len(
+            {
+                line["numbers"]["step"]
+                for line in self.select_lines("event")
+                if line["name"] == "checked" and "step" in line["numbers"]
+            }
         )
 
     @property

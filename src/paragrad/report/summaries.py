@@ -92,6 +92,10 @@ def _describe_run(finished: Run, found: Mapping[str, Any]) -> dict[str, Any]:
         "memory of a rank (the most that any holds)": format_memory_kinds(found["memory"]) or None,
         "audit": str(finished.sample_count),
         "first step": found["first_step"],
+        "compared with one worker": f"{found['compared_steps']:,} of {found['steps']:,} steps were "
+        "compared: all the same"
+        if found["compared_steps"]
+        else None,
         "what happened": summarize_events(found["events"]),
         "gradient noise scale": describe_noise_scale(finished),
         "difference from serial (relative, float64, 20 steps)": found["difference"]

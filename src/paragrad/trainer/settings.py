@@ -10,6 +10,7 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable, Container, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from math import isfinite, nan
 from pathlib import Path
@@ -99,6 +100,9 @@ class Settings:
 
         inject_fault: A fault that is planted in the exchange.
 
+        check: The largest share of the run's time that comparisons of steps with one worker's may
+            take: "1%", or 0.01. 0: no step is compared.
+
         skip_schedule_check: Do not prove the schedules before any rank starts.
 
         skip_first_step_check: Do not compare the first step with one worker's, and train on even if
@@ -135,6 +139,7 @@ class Settings:
     memory: str | int | None = None
     machine: str | Path | None = None
     inject_fault: str | None = None
+    check: str | float = 0.01
     skip_schedule_check: bool = False
     skip_first_step_check: bool = False
     timeout: float = DEFAULT_TIMEOUT
@@ -150,6 +155,25 @@ class Settings:
     def folder(self) -> Path | None:
         """The data folder as a path."""
         return Path(self.data) if self.data else None
+
+    @property
+    def check_share(self) -> float:
+        """The share that `check` describes, from 0 to 1. Raises Refused."""
+        share = nan
+        if isinstance(self.check, bool):
+            raise Refused(
+                f"check={self.check}: check is the share of the run's time in which steps are "
+                "compared with one worker's, such as '1%'; to compare 20 steps with serial after "
+                "the training, give verify=True (--verify)"
+            )
+        with suppress(ValueError, TypeError):
+            text = str(self.check).strip()
+            share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        if not 0 <= share <= 1:
+            raise Refused(
+                f"check {self.check}: give a share of the run's time from 0 to 100%, such as 1%"
+            )
+        return share
 
     @property
     def goal(self) -> Until | None:
@@ -279,6 +303,7 @@ class Settings:
         ):
             if not isinstance(getattr(self, name), bool):
                 raise Refused(f"{name} must be True or False, got {getattr(self, name)!r}")
+        _ = self.check_share
         if not isinstance(self.until, str | Until | None):
             raise Refused(f"until must be a text such as 'accuracy=97.5', got {self.until!r}")
 

@@ -60,6 +60,8 @@ class TrainerOptions:
         skip_first_step_check: Do not compare the first step with one worker's, and go on if random
             draws depend on the layout.
 
+        check_share: The largest share of checks in the run's time, from 0 (no check) to 1.
+
         validation_probe: The probe of the model during validation, or None.
 
         has_tests: Whether a test is compared before the first step of a partitioned model.
@@ -80,6 +82,7 @@ class TrainerOptions:
     reverse: bool = False
     is_validated: bool = False
     skip_first_step_check: bool = False
+    check_share: float = 0.01
     validation_probe: Probe | None = None
     has_tests: bool = True
     pace: Pace | None = None
@@ -151,6 +154,11 @@ class Setup:
         if self.exchange is not None and self.exchange.shard_layout is not None:
             return self.exchange.shard_layout
         return self.layout
+
+    @property
+    def whole_draws(self) -> Draws:
+        """The random draws of the whole model."""
+        return self.probe.draws if self.probe is not None else self.draws
 
     @property
     def coarsest_eps(self) -> float:

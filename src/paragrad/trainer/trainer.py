@@ -149,6 +149,7 @@ class Trainer:
                     reverse=settings.reverse,
                     is_validated=True,
                     skip_first_step_check=settings.skip_first_step_check,
+                    check_share=settings.check_share,
                     has_tests=job.test is not None,
                     pace=Pace(
                         settings.slow_ranks, job.seed, world.rank, world.device.type != "cpu"

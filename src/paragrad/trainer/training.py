@@ -78,6 +78,10 @@ class TrainingState:
 
         scheduler: The scheduler, or None.
 
+        next_check: The number of the own step, from 1, that is checked next.
+
+        is_check_requested: Whether the next step is checked, besides those that are planned.
+
         is_scheduled_by_loop: Whether the loop steps the scheduler, and no step of the trainer does.
 
         initial_optimizer_attributes: The attributes of the optimizer before the first step.
@@ -110,6 +114,8 @@ class TrainingState:
     ) -> None:
         self.optimizer = optimizer
         self.scheduler = scheduler
+        self.next_check = 1
+        self.is_check_requested = False
         self.is_scheduled_by_loop = False
         self.initial_optimizer_attributes = copy_optimizer_attributes(optimizer)
         self.steps = 0
@@ -128,13 +134,26 @@ class TrainingState:
 
     @property
     def is_check_due(self) -> bool:
-        """Whether the next step is checked: of the own steps these are 1, 2, 4, 8, ..."""
-        return (self.own_steps + 1).bit_count() == 1
+        """Whether the next step is checked."""
+        return self.is_check_requested or self.own_steps + 1 == self.next_check
+
+    def plan_check(self, own_step: int) -> None:
+        """Plan the next check.
+
+        Args:
+            own_step: The number of the step in this process, from 1.
+        """
+        self.next_check = own_step
+
+    def request_check(self) -> None:
+        """Check the next step too, on all ranks: the last one before a checkpoint, for example."""
+        self.is_check_requested = True
 
     def count_step(self) -> None:
         """Count a completed step."""
         self.steps = self.steps + 1
         self.own_steps = self.own_steps + 1
+        self.is_check_requested = False
 
     def move_to(self, steps: int) -> None:
         """Set the number of completed steps.
@@ -280,6 +299,7 @@ class Training:
             strategy.exact
             and not options.compared_strategy
             and not options.skip_first_step_check
+            and options.check_share > 0
             and (world.size > 1 or division.micro > 1)
         )
         self.state = TrainingState(
@@ -362,6 +382,8 @@ class Training:
                     if is_check_due:
                         first_step.compare_gradients(loss, weight)
                     self.draw_alike("update", state.steps, self.exchange.update)
+                    if is_check_due:
+                        first_step.compare_update()
                     if state.stepped_scheduler is not None:
                         self.draw_alike("schedule", state.steps, state.stepped_scheduler.step)
         except Exception as error:

@@ -908,8 +908,8 @@ def test_job_that_clients_cannot_divide_is_refused() -> None:
     ):
         with pytest.raises(pg.Refused, match=re.escape(says)):
             validate_run(made, text)
-    with pytest.raises(pg.Refused, match="leave out --check"):
-        pg.train(vectors(), "federated(2, clients=3)", check=True)
+    with pytest.raises(pg.Refused, match="leave out --verify"):
+        pg.train(vectors(), "federated(2, clients=3)", verify=True)
     model = mlp()
     with (
         pytest.raises(pg.Refused, match="not for a loop of your own"),

@@ -103,17 +103,17 @@ def test_verify_names_a_planted_fault(wrong: Callable[[Net], None], tmp_path: Pa
 
 
 @pytest.mark.parametrize("wrong", LATER)
-def test_update_faults_are_found_by_verify_only(
+def test_update_faults_end_the_run_and_fail_verify(
     wrong: Callable[[Net], None], tmp_path: Path
 ) -> None:
-    """The first step's proof ends before the update: such a run is proved, goes on, and is
-    another training all the same.
+    """The check ended before the update: such a run was proved, went on, and was another
+    training all the same.
     """
     shown = LATER[wrong]
     job = planted(wrong)
-    run = pg.train(job, shown.strategy, runs=tmp_path)
-    assert {event["name"] for event in run.select_lines("event")} == {"checked"}
-    assert len(run.losses) == 6
+    with pytest.raises(pg.RankFailed, match="the update differs from that of one worker") as caught:
+        pg.train(job, shown.strategy, runs=tmp_path)
+    assert caught.value.step == 0
     certificate = pg.verify(job, shown.strategy, runs=tmp_path)
     assert not certificate.same
     assert certificate.failure is None
@@ -149,10 +149,11 @@ def test_record_says_what_was_checked(tmp_path: Path) -> None:
     run = pg.train(JOBS["cnn with batch norm"], "data(2)", runs=tmp_path)
     first, *later = run.select_lines("event")
     assert first["name"] == "checked"
-    assert first["numbers"] == {"step": 0}
+    assert first["numbers"]["step"] == 0
     assert "loss, weight, 8 gradients, 6 buffers" in first["message"]
+    assert first["message"].endswith("and so is what its update left")
     assert [(each["numbers"]["step"], each["message"]) for each in later] == [
-        (step, "the loss of this step is one worker's") for step in (1, 3)
+        (step, first["message"]) for step in (1, 3)
     ]
 
 

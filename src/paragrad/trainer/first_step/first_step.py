@@ -1,8 +1,9 @@
-"""The first step: the model is probed, the exchange is set up, and the step is compared.
+"""The first step: the model is probed, the exchange is set up. Steps are checked from here on.
 
-Before the first update the step is compared with the reference step of one worker. Of the steps 2,
-4, 8, ... the loss is compared: rare targets that do not count, longer padding, or a growing term
-appear late.
+A check compares a step with one worker's: loss, weight, gradients, buffers and Python state before
+the update, and then the update itself (`update_check.py`). At the end the replicas are compared bit
+for bit. The first step is checked, and later ones as `check_schedule.py` says: rare targets that do
+not count, longer padding, or a hook that begins later show late.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ from torch import Tensor
 from paragrad.datasets.loading import clone_batch, convert_batch
 from paragrad.engine.exchange import SHARED_PARAMETER_CHANGED, UNCARRIED_PARAMETER_CHANGED
 from paragrad.engine.layout import Layout
-from paragrad.engine.state.preserve_state import ModuleSnapshot, preserve_all_state
+from paragrad.engine.probe import has_parameter_hooks
+from paragrad.engine.state.preserve_state import (
+    ModuleSnapshot,
+    PythonState,
+    find_state_owners,
+    preserve_all_state,
+)
 from paragrad.errors import StepFailed
 from paragrad.jobs.loss import LossModule, convert_loss
 from paragrad.jobs.precision import convert_model
@@ -29,6 +36,7 @@ from paragrad.runtime.world import World
 from paragrad.strategies.shares import Division
 from paragrad.trainer.batch import Batch
 from paragrad.trainer.exchange_setup import set_up_exchange
+from paragrad.trainer.first_step.check_schedule import CheckClock, CheckPlan
 from paragrad.trainer.first_step.diagnosis import describe_mismatch, explain_layout_draws
 from paragrad.trainer.first_step.inspect_model import (
     is_given_as_loaded,
@@ -38,6 +46,8 @@ from paragrad.trainer.first_step.inspect_model import (
     run_model_once,
 )
 from paragrad.trainer.first_step.reference_step import (
+    WholeModule,
+    assemble_whole_module,
     evaluate_test_part,
     fetch_places,
     make_reference_step,
@@ -46,9 +56,25 @@ from paragrad.trainer.first_step.reference_step import (
 )
 from paragrad.trainer.first_step.step_check import Mismatch, StepCheck
 from paragrad.trainer.first_step.step_result import StepOutcome
+from paragrad.trainer.first_step.update_check import (
+    UpdateCheck,
+    gather_trained,
+    list_group_names,
+    make_reference_update,
+)
 from paragrad.trainer.parameter_access import NONDETERMINISM_HINT, refuse_unequal_copies
 from paragrad.trainer.setup import TrainerOptions
 from paragrad.trainer.training import Training
+
+OTHER_UPDATE = (
+    "the update differs from that of one worker's optimizer with the same gradients: by {:.3g}, "
+    "where the largest value is {:.3g}. The gradients were equal; an optimizer that sees parts of "
+    "tensors, or state that a rank changed, does that: train with state=replicated"
+)
+UNEQUAL_REPLICAS = (
+    "after this step ranks {} and {} hold copies of it that are not equal bit for bit: something "
+    "changed it on one of them alone. {}"
+)
 
 
 class FirstStep:
@@ -68,6 +94,21 @@ class FirstStep:
         state_before: The state of the module before the current step, or None.
 
         refusal: Why a step was refused; every later step is refused too.
+
+        group_names: The serial names of the parameters in each group of the optimizer; None if one
+            of them is not the model's.
+
+        part_state: The Python state of this rank's part when the model was partitioned, or None.
+
+        update_check: One worker's update, or why it cannot be compared, or None.
+
+        clock: Measures what checks and steps cost.
+
+        plan: The next check.
+
+        finding: What this step's check has found to be equal so far; empty if it found nothing.
+
+        last_equal: The last step that was compared and equal, as serial counts; None before it.
     """
 
     def __init__(self, training: Training, inspections: dict[str, Any] | None = None) -> None:
@@ -76,12 +117,17 @@ class FirstStep:
         self.step_check: StepCheck | None = None
         self.state_before: ModuleSnapshot | None = None
         self.refusal: StepFailed | None = None
+        self.group_names: list[list[str]] | None = None
+        self.part_state: PythonState | None = None
+        self.update_check: UpdateCheck | str | None = None
+        self.clock = CheckClock()
+        self.plan = CheckPlan()
+        self.finding = ""
+        self.last_equal: int | None = None
 
     # ---- before the passes -------------------------------------------------------------------
     def prepare(self, batch: Batch, inputs: Any, target: Any) -> None:
         """Make the reference step of a later step. Collective.
-
-        Only the loss is compared, unless no step has been made yet: then the first one failed.
 
         Args:
             batch: This rank's part of the global batch.
@@ -99,12 +145,9 @@ class FirstStep:
             refuse_unequal_copies(setup.layout, setup.parameters, setup.model)
         if not training.is_exact_split:
             return
-        if not (reason := setup.explain_no_whole_model()):
-            as_loaded = is_given_as_loaded_everywhere(training, inputs, target)
-            loss_only = training.state.own_steps > 0
-            self._make_reference(batch, inputs, target, as_loaded, loss_only)
-        elif training.state.own_steps == 1:
-            training.log.write_choice("loss again", "not checked", reason)
+        as_loaded = is_given_as_loaded_everywhere(training, inputs, target)
+        with self.clock.measure_part(begins=True):
+            self._make_reference(batch, inputs, target, as_loaded)
 
     def set_up(self, batch: Batch, inputs: Any, target: Any) -> None:
         """Probe the model, make the reference step, and build exchange and passes. Collective.
@@ -115,6 +158,7 @@ class FirstStep:
             target: The target that `step` received.
         """
         training = self.training
+        self.group_names = list_group_names(training.setup.model, training.state.optimizer)
         validation_probe = reuse_validation_probe(training)
         probe, as_loaded = (
             (validation_probe, True)
@@ -136,7 +180,8 @@ class FirstStep:
             self.inspections,
         )
         if is_exact_split:
-            self._make_reference(batch, inputs, target, as_loaded, set_up=set_up)
+            with self.clock.measure_part(begins=True):
+                self._make_reference(batch, inputs, target, as_loaded, set_up)
             return
         if is_skipped:
             training.log.write_choice("first step", "not checked", "asked for")
@@ -149,10 +194,9 @@ class FirstStep:
         inputs: Any,
         target: Any,
         as_loaded: bool,
-        loss_only: bool = False,
         set_up: Callable[[bool], Any] | None = None,
     ) -> None:
-        """Make the reference step, then set up the exchange.
+        """Make the reference step, then set up the exchange if this is the first step.
 
         If the step itself cannot be compared, a rehearsal is made and compared at once.
         """
@@ -160,20 +204,22 @@ class FirstStep:
         self.step_check = self.state_before = None
         checked = (batch, inputs, target)
         description = "this step"
-        whole_module = training.module
-        check, reason = make_reference_step(training, *checked, as_loaded, loss_only)
+        whole = assemble_whole_module(training, self.part_state)
+        check, reason = make_reference_step(training, *checked, as_loaded, whole)
         if check is None and as_loaded and (smaller_batch := shrink_batch(training, batch)):
             checked = smaller_batch, *fetch_places(training, smaller_batch, smaller_batch.places)
-            check, reason = make_reference_step(training, *checked, as_loaded, loss_only)
+            check, reason = make_reference_step(training, *checked, as_loaded, whole)
             description = (
                 f"its first {len(smaller_batch.sample_indices)} samples, for which there is room "
                 "on one rank,"
             )
         if set_up:
             set_up(check is not None)
+            if training.setup.layout.is_partitioned:
+                self.part_state = PythonState(find_state_owners(training.setup.model))
         if check is None:
             self._empty_user_model()
-            what = "loss again" if loss_only else "first step"
+            what = "later step" if training.state.own_steps else "first step"
             training.log.write_choice(what, "not checked", reason)
             if training.log.recorder is None:  # the user's own loop has no record
                 warnings.warn(
@@ -183,7 +229,7 @@ class FirstStep:
             return
         state_before = ModuleSnapshot(
             training.module,
-            () if training.setup.layout.is_partitioned else check.serial_outcome.changed_parameters,
+            () if check.first_rank_only else check.serial_outcome.changed_parameters,
         )
         reference_loss = check.serial_outcome.test_loss
         if isinstance(reference_loss, float) and check.test_part:
@@ -191,11 +237,18 @@ class FirstStep:
             check = replace(check, test_loss=test_loss)
         elif reference_loss:
             training.log.write_choice("test", "not compared", str(reference_loss))
-        # A training with servers has no step that can be repeated.
-        if not check.is_float64 and not training.setup.strategy.servers:
+        # A training with servers has no step that can be repeated. Later, ranks with a part of the
+        # model have no whole one.
+        if (
+            not check.is_float64
+            and not training.setup.strategy.servers
+            and whole.is_everywhere
+            and whole.module is not None
+            and not has_parameter_hooks(whole.module)
+        ):
             rerun = functools.partial(
                 self._rerun_in_float64,
-                whole_module,
+                whole.module,
                 state_before,
                 checked[0],
                 clone_batch(checked[1:]),
@@ -347,7 +400,13 @@ class FirstStep:
         if check is None and not reason:
             as_loaded = is_given_as_loaded_everywhere(training, inputs, target)
             check, reason = make_reference_step(
-                training, batch, inputs, target, as_loaded, loss_only=True
+                training,
+                batch,
+                inputs,
+                target,
+                as_loaded,
+                WholeModule(training.module, True),
+                loss_only=True,
             )
         if check is not None:
             if weight == doubtful_weight:  # No share counts for certain.
@@ -363,7 +422,7 @@ class FirstStep:
         )
 
     def compare_gradients(self, loss: float, weight: float) -> None:
-        """Compare the step with one worker's before the update, if a check was prepared.
+        """Compare the gradients with one worker's, and prepare to compare the update.
 
         Collective.
 
@@ -374,25 +433,93 @@ class FirstStep:
         Raises:
             StepFailed: If the step differs from one worker's.
         """
-        if self.step_check is not None:
-            self._check_outcome(loss, weight, "this step")
+        if not self.training.is_exact_split:
+            return
+        with self.clock.measure_part():
+            if self.step_check is not None:
+                self._check_outcome(loss, weight, "this step")
+            self.update_check = make_reference_update(self.training, self.group_names)
+
+    def compare_update(self) -> None:
+        """Compare what the update left with one worker's update, and plan the next check.
+
+        Collective.
+
+        Raises:
+            StepFailed: If the update differs, or replicas are not equal bit for bit.
+        """
+        training, state = self.training, self.training.state
+        if not training.is_exact_split:
+            # copies in a partitioned model are compared at doubling distances
+            state.plan_check(2 * (state.own_steps + 1))
+            return
+        with self.clock.measure_part():
+            check, self.update_check = self.update_check, None
+            if isinstance(check, UpdateCheck):
+                self._refuse_other_update(check)
+            self._refuse_unequal_replicas()
+        plan = self.plan.plan_next(
+            state.own_steps + 1,
+            training.seed,
+            training.options.check_share,
+            self.clock.read_costs(),
+        )
+        self.plan = training.world.broadcast_object(plan)
+        state.plan_check(self.plan.step)
+        if self.finding and training.world.rank == 0:
+            text = self.finding + (
+                ", and so is what its update left"
+                if isinstance(check, UpdateCheck)
+                else f"; its update was not compared ({check})"
+            )
+            training.log.write_event(
+                "checked", text, step=state.steps, seconds=self.clock.last_seconds
+            )
+        self.last_equal, self.finding = state.steps, ""
+
+    def _refuse_other_update(self, check: UpdateCheck) -> None:
+        training = self.training
+        parameters, state = gather_trained(training)
+        gap = check.find_gap(parameters, state) if training.world.rank == 0 else None
+        if (gap := training.world.broadcast_object(gap)) is not None:
+            raise self._refuse(
+                OTHER_UPDATE.format(gap.value, gap.largest), gap.tensor or "parameters"
+            )
+
+    def _refuse_unequal_replicas(self) -> None:
+        """Compare the parameters and buffers of replicas, and other copies, bit for bit."""
+        training, setup = self.training, self.training.setup
+        buffers = setup.strategy.guarantees.buffers_equal
+        tensors = {
+            **{name: each.detach() for name, each in setup.parameters.items()},
+            **(dict(setup.model.named_buffers()) if buffers else {}),
+        }
+        if unequal := setup.shard_layout.find_unequal_copies(tensors, training.world):
+            first, other, tensor = unequal
+            raise self._refuse(UNEQUAL_REPLICAS.format(first, other, NONDETERMINISM_HINT), tensor)
+
+    def _refuse(self, message: str, tensor: str) -> StepFailed:
+        """Keep and return the error of a step that differs."""
+        if self.last_equal is not None:
+            message += f". Step {self.last_equal} was compared last, and was equal"
+        self.refusal = StepFailed(message, tensor=tensor, differs=True)
+        return self.refusal
 
     def _check_outcome(self, loss: float, weight: float, description: str) -> None:
         step_check = self.step_check
         assert step_check is not None
-        mismatches = self.find_mismatches(loss, weight)
+        try:
+            mismatches = self.find_mismatches(loss, weight)
+        except StepFailed as error:
+            if not error.differs:
+                raise
+            raise self._refuse(error.message, error.tensor or "loss") from error
         self._empty_user_model()
         if mismatches:
-            self.refusal = StepFailed(
-                describe_mismatch(self.training, mismatches),
-                tensor=mismatches[0].gap.tensor,
-                differs=True,
-            )
-            raise self.refusal
-        # Rank 0 alone has the tensors and writes the event.
-        if not step_check.first_rank_only or self.training.world.rank == 0:
-            text = _describe_equal_step(step_check, description)
-            self.training.log.write_event("checked", text, step=self.training.state.steps)
+            message = describe_mismatch(self.training, mismatches)
+            raise self._refuse(message, mismatches[0].gap.tensor or "loss")
+        # Rank 0 alone may have the tensors.
+        self.finding = _describe_equal_step(step_check, description)
 
     def find_mismatches(self, loss: float, weight: float) -> list[Mismatch]:
         """Find what differs from one worker's step before the update. Collective.
@@ -503,11 +630,10 @@ def _refuse_unequal_tensors(
     """Check that copies of one tensor are bit-equal. Collective."""
     if unequal := layout.find_unequal_copies(tensors, world):
         raise StepFailed(
-            "before the first update ranks {} and {} hold copies of it with other gradients, or "
+            "before the update ranks {} and {} hold copies of it with other gradients, or "
             "another buffer; "
-            "nothing was updated. A forward changes it on one of them alone, or reads it by a way "
-            "that is not "
-            "seen: train it with data(n) and nothing else, or cut parts elsewhere. {}".format(
+            "this step updated nothing. A forward changes it on one of them alone, or reads it by a "
+            "way that is not seen: train it with data(n) and nothing else, or cut parts elsewhere. {}".format(
                 *unequal[:2], NONDETERMINISM_HINT
             ),
             tensor=unequal[2],

@@ -22,9 +22,14 @@ from paragrad.datasets.loading import convert_batch, separate_target
 from paragrad.engine.batch_norm import BatchNorm
 from paragrad.engine.loss_additivity import BatchExcerpt
 from paragrad.engine.passes import enter_pass_contexts
-from paragrad.engine.probe import use_model_eval_mode
+from paragrad.engine.probe import has_parameter_hooks, use_model_eval_mode
 from paragrad.engine.rng.draws import Draws
-from paragrad.engine.state.preserve_state import ModuleSnapshot, preserve_all_state
+from paragrad.engine.state.preserve_state import (
+    ModuleSnapshot,
+    PythonState,
+    find_state_owners,
+    preserve_all_state,
+)
 from paragrad.engine.state.values import set_tensor_values
 from paragrad.errors import StepFailed
 from paragrad.jobs.loss import LossModule, convert_loss
@@ -48,6 +53,47 @@ from paragrad.trainer.first_step.step_check import (
 )
 from paragrad.trainer.first_step.step_result import StepOutcome
 from paragrad.trainer.training import Training
+
+PLAIN_NUMBERS = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True)
+class WholeModule:
+    """The whole model and the loss, to make one worker's step with.
+
+    Attributes:
+        module: The training's own, or on rank 0 a copy put together from all parts; on other ranks
+            then None.
+
+        is_everywhere: Whether every rank has the whole model, as its own.
+    """
+
+    module: LossModule | None
+    is_everywhere: bool
+
+
+def assemble_whole_module(training: Training, python_state: PythonState | None) -> WholeModule:
+    """Put the whole model together on rank 0, if ranks hold parts of it. Collective.
+
+    Args:
+        training: The training.
+        python_state: The Python state of this rank's part when the model was partitioned.
+    """
+    setup = training.setup
+    if setup.exchange is None or not setup.explain_no_whole_model():
+        return WholeModule(training.module, True)
+    changes = {} if python_state is None else python_state.collect_changes()
+    parts = training.world.gather_objects(
+        {place: value for place, value in changes.items() if isinstance(value, PLAIN_NUMBERS)}
+    )
+    model = setup.gather_model()
+    if training.world.rank:
+        return WholeModule(None, False)
+    owners = find_state_owners(model)
+    for (name, attribute), value in (item for part in parts for item in part.items()):
+        if name in owners:
+            vars(owners[name])[attribute] = value
+    return WholeModule(training.module.wrap_model(model), False)
 
 
 @dataclass(frozen=True)
@@ -167,6 +213,7 @@ def make_reference_step(
     inputs: Any,
     target: Any,
     as_loaded: bool,
+    whole: WholeModule,
     loss_only: bool = False,
 ) -> tuple[StepCheck | None, str]:
     """Make one worker's step on rank 0, and its rounding baseline on rank 1 or after it.
@@ -184,6 +231,8 @@ def make_reference_step(
 
         as_loaded: Whether `step` received on every rank what `batches` gave.
 
+        whole: The whole model and the loss.
+
         loss_only: Whether only the loss is compared.
 
     Returns:
@@ -191,7 +240,7 @@ def make_reference_step(
     """
     world = training.world
     precision = find_coarsest_dtype(training.setup.model)
-    is_partitioned = has_model_shards(training.setup.strategy)
+    is_partitioned = has_model_shards(training.setup.strategy) or not whole.is_everywhere
     serial = None
     baseline = None
     reference = None
@@ -210,14 +259,16 @@ def make_reference_step(
         0.0,
         0.0,
         {}
-        if loss_only
+        if loss_only or is_partitioned
         else {name: each.detach() for name, each in training.setup.parameters.items()},
         {}
-        if loss_only
+        if loss_only or is_partitioned
         else {name: each.detach() for name, each in training.setup.model.named_buffers()},
     )
-    test = functools.partial(_select_test_part, training, batch, given_batches, loss_only)
-    if not reason and world.rank < (1 if is_partitioned else 2):
+    # later the model may be in another mode, or its test may draw
+    skips_test = loss_only or training.state.own_steps > 0
+    test = functools.partial(_select_test_part, training, batch, given_batches, skips_test)
+    if not reason and whole.module is not None and world.rank < (1 if is_partitioned else 2):
         try:
             parts = (
                 functools.partial(_load_parts, training, batch)
@@ -226,19 +277,17 @@ def make_reference_step(
             )
             reference = ReferenceStep(
                 training,
-                training.module,
-                training.draws,
+                whole.module,
+                training.setup.whole_draws,
                 parts,
                 test,
                 loss_only,
-                {name: buffer.clone() for name, buffer in training.setup.model.named_buffers()},
+                {name: buffer.clone() for name, buffer in whole.module.model.named_buffers()},
                 [],
             )
             start = time.monotonic()
             outcome = reference.make_step(list if world.rank == 0 else SAMPLE_ORDERINGS[0])
-            reference.saved_states.append(
-                ModuleSnapshot(training.module, outcome.changed_parameters)
-            )
+            reference.saved_states.append(ModuleSnapshot(whole.module, outcome.changed_parameters))
             serial, baseline = (outcome, None) if world.rank == 0 else (None, outcome)
             # All other ranks wait for both steps, so the second is made only if there is time.
             if is_partitioned and world.size > 1 and time.monotonic() - start < world.timeout / 3:
@@ -267,7 +316,9 @@ def make_reference_step(
         shared_outcome,
         baseline,
         reference.make_variant if reference else None,
-        reference.make_precise_step if reference else None,
+        reference.make_precise_step
+        if reference and not has_parameter_hooks(reference.module)
+        else None,
         eps,
         precision == torch.float64,
         is_partitioned,
@@ -434,19 +485,20 @@ def _estimate_sample_capacity(training: Training, batch: Batch) -> tuple[int, st
     """
     samples = len(batch.sample_indices)
     bytes_left = read_available_memory()
-    is_partitioned = has_model_shards(training.setup.strategy)
+    setup = training.setup
+    is_partitioned = has_model_shards(setup.strategy) or bool(setup.explain_no_whole_model())
     if bytes_left is None or training.world.rank > (0 if is_partitioned else 1):
         return samples, ""
     # Every rank shards a copy, and gathers what is compared.
-    is_sharded = training.setup.strategy.shards_parameters
+    is_sharded = setup.strategy.shards_parameters
     bytes_left //= (
         1 if is_partitioned else training.world.size if is_sharded else min(2, training.world.size)
     )
-    per_sample = max(1, training.setup.probe.activation_bytes if training.setup.probe else 0)
+    per_sample = max(1, setup.probe.activation_bytes if setup.probe else 0)
     # If the model is partitioned, there are six: a copy to restore, the gradients of the step,
     # of the baseline and of all parts together, the parts, and the gradients of these.
     model = (6 if is_partitioned else 4 if is_sharded else 2) * sum(
-        parameter.nbytes for parameter in training.setup.parameters.values()
+        parameter.numel() * parameter.element_size() for parameter in setup.empty_model.parameters()
     )
     return (
         max(0, min(samples, (bytes_left - model) // per_sample)),

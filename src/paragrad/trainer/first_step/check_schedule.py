@@ -1,0 +1,109 @@
+"""Which steps are compared with one worker's, so that all checks cost a part of the run's time.
+
+The steps 1, 2, 4, 8 and 16 are checked. After them one step is drawn in each interval:
+
+    step     1  2  4  8  16  |   interval 1   |       interval 2       | ...
+    checked  *  *  *  *   *        *                             *
+
+At each check rank 0 computes the length of the next interval from what checks and steps have cost,
+and all ranks adopt the plan. The step is drawn from the seed, so a fault that lasts cannot lie
+between checks of a regular distance.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+FIXED_STEPS = (1, 2, 4, 8, 16)
+
+
+@dataclass(frozen=True)
+class CheckCosts:
+    """What checks and steps have cost on rank 0.
+
+    Attributes:
+        check_seconds: Seconds in all checks.
+        last_seconds: Seconds of the last check.
+        run_seconds: Seconds since the first step began, checks included.
+    """
+
+    check_seconds: float
+    last_seconds: float
+    run_seconds: float
+
+
+class CheckClock:
+    """Measures what checks and steps cost on this rank.
+
+    Attributes:
+        start: When the first check began, in seconds of the monotonic clock; None before it.
+        check_seconds: Seconds in all checks.
+        last_seconds: Seconds of the last check.
+    """
+
+    def __init__(self) -> None:
+        self.start: float | None = None
+        self.check_seconds = 0.0
+        self.last_seconds = 0.0
+
+    @contextlib.contextmanager
+    def measure_part(self, begins: bool = False) -> Iterator[None]:
+        """Measure a part of a check.
+
+        Args:
+            begins: Whether the check begins with this part.
+        """
+        before = time.monotonic()
+        self.start = before if self.start is None else self.start
+        self.last_seconds = 0.0 if begins else self.last_seconds
+        try:
+            yield
+        finally:
+            seconds = time.monotonic() - before
+            self.last_seconds += seconds
+            self.check_seconds += seconds
+
+    def read_costs(self) -> CheckCosts:
+        """Return what checks and steps have cost so far."""
+        run_seconds = 0.0 if self.start is None else time.monotonic() - self.start
+        return CheckCosts(self.check_seconds, self.last_seconds, run_seconds)
+
+
+@dataclass(frozen=True)
+class CheckPlan:
+    """The next check, equal on all ranks. Steps are counted from 1, in this process.
+
+    Attributes:
+        step: The next step that is checked.
+        interval_end: The last step of the interval in which it lies.
+    """
+
+    step: int = FIXED_STEPS[0]
+    interval_end: int = FIXED_STEPS[0]
+
+    def plan_next(self, done: int, seed: int, share: float, costs: CheckCosts) -> CheckPlan:
+        """Plan the check after one that is done.
+
+        Args:
+            done: The step that was checked. If it was not the planned one, the plan stays.
+            seed: The seed of the training.
+            share: The largest share of checks in the run's time, above 0 and at most 1.
+            costs: What checks and steps have cost.
+        """
+        if done < self.step:
+            return self
+        if fixed := [step for step in FIXED_STEPS if step > done]:
+            return CheckPlan(fixed[0], fixed[0])
+        start = max(done, self.interval_end)
+        step_seconds = max(costs.run_seconds - costs.check_seconds, 1e-9) / done
+        # the checks so far and the next one cost the share of the time until the interval's end
+        wanted_seconds = (costs.check_seconds + costs.last_seconds) / share
+        missing_seconds = wanted_seconds - costs.run_seconds - costs.last_seconds
+        length = max(1, math.ceil(missing_seconds / step_seconds) - (start - done))
+        drawn = random.Random(f"{seed} {start}").randrange(length)
+        return CheckPlan(start + 1 + drawn, start + length)

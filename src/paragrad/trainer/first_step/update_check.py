@@ -1,0 +1,305 @@
+"""Compare the update of a step with that of one worker's optimizer.
+
+Rank 0 copies the optimizer, with the state that one worker would have, and gives it the strategy's
+mean gradients and parameters. After the strategy's update both must have left the same parameters
+and the same state. The optimizer of each rank may hold a part of the parameters, and may run on
+another process (a server).
+
+The operations are the same on the same numbers. So a value may differ by a few units in its last
+place, and by a small part of its change: the norm of a divided gradient is summed in another order.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paragrad.engine.layout import OptimizerState
+from paragrad.engine.optimizer.optimizer_state import select_global_state
+from paragrad.errors import describe_error
+from paragrad.trainer.first_step.step_result import Gap
+from paragrad.trainer.training import Training
+
+VALUE_EPS = 8  # in eps of a value: how far it may differ
+CHANGE_EPS = 4096  # in eps of a value's change
+
+
+# what torch keeps in an optimizer besides groups, state and defaults, and sets anew in a copy
+TORCH_ATTRIBUTES = frozenset(
+    (
+        "defaults",
+        "state",
+        "param_groups",
+        "step",  # as a scheduler of torch wraps it
+        "_opt_called",
+        "_wrapped_by_lr_sched",
+        "_zero_grad_profile_name",
+        "_warned_capturable_if_run_uncaptured",
+        "_optimizer_step_pre_hooks",
+        "_optimizer_step_post_hooks",
+        "_optimizer_state_dict_pre_hooks",
+        "_optimizer_state_dict_post_hooks",
+        "_optimizer_load_state_dict_pre_hooks",
+        "_optimizer_load_state_dict_post_hooks",
+    )
+)
+PLAIN_TYPES = (int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+
+
+def list_group_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]] | None:
+    """List the names of the parameters in each group of an optimizer.
+
+    Args:
+        model: The whole model.
+        optimizer: The optimizer over it, before any part of it is moved or divided.
+
+    Returns:
+        The names; None if the optimizer holds a parameter that the model does not have.
+    """
+    names = {id(each): name for name, each in model.named_parameters()}
+    groups = [[names.get(id(each)) for each in group["params"]] for group in optimizer.param_groups]
+    return None if any(None in group for group in groups) else groups  # type: ignore[return-value]
+
+
+def explain_no_copy(
+    optimizer: torch.optim.Optimizer, group_names: list[list[str]] | None
+) -> str | None:
+    """Explain why one worker's optimizer cannot be copied from this one.
+
+    Args:
+        optimizer: The optimizer of a rank.
+        group_names: As `list_group_names` returns them.
+
+    Returns:
+        The explanation, or None.
+    """
+    kind = type(optimizer).__name__
+    if group_names is None:
+        return f"{kind} holds a parameter that is not the model's"
+    if len(group_names) != len(optimizer.param_groups):
+        return f"{kind} has got another group of parameters since the first step"
+    for name, value in vars(optimizer).items():
+        if name.endswith("_hooks") and value:
+            return f"{kind} has a hook, which may act on the model itself"
+        if name not in TORCH_ATTRIBUTES and not _is_plain(value):
+            return f"{kind} keeps {name} in an attribute"
+    return None
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    if isinstance(value, Mapping):
+        return all(map(_is_plain, value.values()))
+    return isinstance(value, PLAIN_TYPES)
+
+
+def copy_optimizer(
+    optimizer: torch.optim.Optimizer,
+    group_names: list[list[str]],
+    parameters: Mapping[str, Tensor],
+    state: OptimizerState,
+) -> torch.optim.Optimizer:
+    """Copy the optimizer of a rank as one over the whole model.
+
+    Args:
+        optimizer: The optimizer, of which `explain_no_copy` says nothing.
+        group_names: The names of the parameters in each group.
+        parameters: The parameters of the whole model by name.
+        state: Their state, as one worker's optimizer has it.
+    """
+    kind = type(optimizer)
+    copied: torch.optim.Optimizer = object.__new__(kind)
+    groups = [
+        {
+            **{key: copy.deepcopy(value) for key, value in group.items() if key != "params"},
+            "params": [parameters[name] for name in names],
+        }
+        for group, names in zip(optimizer.param_groups, group_names, strict=True)
+    ]
+    tensors = defaultdict(dict, copy.deepcopy(select_global_state(optimizer)))
+    for name, values in state.items():
+        if name in parameters and values:
+            tensors[parameters[name]] = copy.deepcopy(values)
+    copied.__setstate__(
+        {
+            "defaults": copy.deepcopy(optimizer.defaults),
+            "state": tensors,
+            "param_groups": groups,
+            **{
+                name: copy.deepcopy(value)
+                for name, value in vars(optimizer).items()
+                if name not in TORCH_ATTRIBUTES
+            },
+        }
+    )
+    return copied
+
+
+@dataclass(frozen=True)
+class UpdateCheck:
+    """One worker's update, made on copies, to compare the strategy's with.
+
+    Attributes:
+        initial_parameters: The parameters before the update.
+
+        parameters: The parameters that one worker's update leaves.
+
+        initial_state: The optimizer's state before the update, by parameter.
+
+        state: The state that one worker's update leaves.
+    """
+
+    initial_parameters: dict[str, Tensor]
+    parameters: dict[str, Tensor]
+    initial_state: OptimizerState
+    state: OptimizerState
+
+    def find_gap(self, parameters: Mapping[str, Tensor], state: OptimizerState) -> Gap | None:
+        """Find the parameter or the state that differs most.
+
+        Args:
+            parameters: The parameters that the strategy's update left.
+            state: The state that it left.
+
+        Returns:
+            The difference; None if all are equal.
+        """
+        worst: tuple[float, Gap] | None = None
+        pairs = [
+            (name, parameters.get(name), each, self.initial_parameters[name])
+            for name, each in self.parameters.items()
+        ]
+        for name, values in self.state.items():
+            initial = self.initial_state.get(name, {})
+            pairs += [
+                (f"{key} of {name}", state.get(name, {}).get(key), value, initial.get(key))
+                for key, value in values.items()
+                if isinstance(value, Tensor)
+            ]
+        for name, ours, expected, initial in pairs:
+            excess, value = _measure_excess(ours, expected, initial)
+            if excess > 1.0 and (worst is None or excess > worst[0]):
+                worst = excess, Gap(value, name, float(expected.abs().max()))
+        return worst and worst[1]
+
+
+def _measure_excess(ours: Any, expected: Tensor, initial: Any) -> tuple[float, float]:
+    """Return (largest difference by what is allowed, largest difference)."""
+    if not isinstance(ours, Tensor) or ours.shape != expected.shape:
+        return float("inf"), float("inf")
+    ours = ours.to(expected.device)
+    if not expected.numel() or torch.equal(ours, expected):
+        return 0.0, 0.0
+    if not (expected.is_floating_point() or expected.is_complex()):
+        return float("inf"), float((ours.double() - expected.double()).abs().max())
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    eps = torch.finfo(expected.dtype).eps
+    start = (
+        initial.to(expected.device, wide)
+        if isinstance(initial, Tensor) and initial.shape == expected.shape
+        else torch.zeros_like(expected, dtype=wide)
+    )
+    difference = (ours.to(wide) - expected.to(wide)).abs()
+    change = (expected.to(wide) - start).abs()
+    allowed = VALUE_EPS * eps * expected.to(wide).abs() + CHANGE_EPS * eps * change
+    # what cancels in one value is compared with the tensor's largest
+    allowed += VALUE_EPS * eps * change.max()
+    finite = torch.isfinite(difference)
+    if not bool(torch.equal(torch.isfinite(ours), torch.isfinite(expected))):
+        return float("inf"), float("inf")
+    excess = (difference / allowed.clamp_min(torch.finfo(torch.float64).tiny))[finite]
+    return float(excess.max()) if excess.numel() else 0.0, float(difference[finite].max())
+
+
+def make_reference_update(
+    training: Training, group_names: list[list[str]] | None
+) -> UpdateCheck | str:
+    """Make one worker's update on copies, on rank 0. Collective, between gradients and update.
+
+    Args:
+        training: The training.
+        group_names: As `list_group_names` returns them.
+
+    Returns:
+        The check; on other ranks an empty one. Or why the update cannot be compared.
+    """
+    setup, optimizer = training.setup, training.state.optimizer
+    if reason := explain_no_copy(optimizer, group_names):
+        return reason
+    assert group_names is not None
+    gradients = setup.shard_layout.gather_serial_tensors(
+        training.exchange.gather_mean_gradients(), on_all_ranks=False
+    )
+    initial, state = gather_trained(training)
+    outcome: UpdateCheck | str = UpdateCheck({}, {}, {}, {})
+    if training.world.rank == 0:
+        try:
+            outcome = _run_reference_update(training, group_names, gradients, initial, state)
+        except Exception as error:
+            outcome = f"a copy of {type(optimizer).__name__} raised {describe_error(error)}"
+    reason = training.world.broadcast_object(outcome if isinstance(outcome, str) else None)
+    return reason or outcome
+
+
+def _run_reference_update(
+    training: Training,
+    group_names: list[list[str]],
+    gradients: Mapping[str, Tensor | None],
+    initial: dict[str, Tensor],
+    state: OptimizerState,
+) -> UpdateCheck:
+    parameters = {name: nn.Parameter(each.clone()) for name, each in initial.items()}
+    for name, each in parameters.items():
+        gradient = gradients.get(name)
+        each.grad = None if gradient is None else gradient.detach().clone()
+    optimizer = copy_optimizer(training.state.optimizer, group_names, parameters, state)
+    if (clip_norm := training.options.clip_norm) is not None:
+        nn.utils.clip_grad_norm_(parameters.values(), clip_norm)
+    training.draw_alike("update", training.state.steps, optimizer.step)
+    return UpdateCheck(
+        initial,
+        {name: each.detach() for name, each in parameters.items()},
+        state,
+        {
+            name: dict(optimizer.state[each])
+            for name, each in parameters.items()
+            if each in optimizer.state
+        },
+    )
+
+
+def gather_trained(training: Training) -> tuple[dict[str, Tensor], OptimizerState]:
+    """Gather copies of the parameters and of the optimizer's state on rank 0. Collective.
+
+    Args:
+        training: The training.
+
+    Returns:
+        (parameters, state) of the whole model by name.
+    """
+    setup = training.setup
+    layout = setup.shard_layout
+    state = layout.gather_serial_state(training.exchange.gather_optimizer_state())
+    tensors = layout.gather_serial_tensors(
+        {name: each.detach() for name, each in setup.parameters.items()}, on_all_ranks=False
+    )
+    if training.world.rank:
+        return {}, {}
+    return (
+        {name: each.clone() for name, each in tensors.items() if each is not None},
+        {
+            name: {key: _copy_value(value) for key, value in values.items()}
+            for name, values in state.items()
+        },
+    )
+
+
+def _copy_value(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)

@@ -1,0 +1,270 @@
+"""Checks go on for the whole run: faults that begin after the first step end it by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from equality_table import VECTORS, momentum, numbers, whole
+from equality_table import job as make_job
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+import paragrad as pg
+from paragrad.engine.exchange import Exchange
+from paragrad.parallel.data import fully_sharded, shared_memory
+
+# imported, so that their classes can be changed
+EXCHANGES = (fully_sharded, shared_memory)
+pytestmark = [pytest.mark.processes]
+
+STRATEGIES = (
+    "data(2, reduce=ring)",
+    "data(2, state=shared_memory)",
+    "data(2, state=fully_sharded)",
+    "pipeline(2, micro=2)",
+    "tensor(2)",
+    "server(2)",
+)
+LONG = TensorDataset(numbers(240, 10, seed=1), whole(4, 240, seed=2))
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+# ---- models and optimizers of users whose training changes later -------------------------------
+class Embedded(nn.Module):
+    """Divides the gradient of a token by how often it is in the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 6, scale_grad_by_freq=True)
+        self.out = nn.Linear(18, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.out(self.table(tokens).flatten(1))
+
+
+def make_tokens() -> TensorDataset:
+    """The first batch of 12, in the order of seed 5, repeats no token; all others do."""
+    tokens = whole(9, 48, 3, seed=1)
+    order = pg.job("digits").replace(batch=12, seed=5).make_order(48).get_indices(0, range(12))
+    tokens[order] = torch.arange(36).view(12, 3)
+    return TensorDataset(tokens, whole(4, 48, seed=2))
+
+
+class Balanced(nn.Module):
+    """A bias of experts moves by the sign of the batch's load, as in DeepSeek-V3 (2412.19437)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(10, 4)
+        self.experts = nn.Linear(10, 16)
+        self.register_buffer("bias", torch.zeros(4))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.gate(x)
+        chosen = (scores + self.bias).argmax(1)
+        if self.training:
+            self.calls += 1  # type: ignore[operator]
+            if self.calls > 1:
+                load = functional.one_hot(chosen, 4).sum(0).to(x.dtype)
+                self.bias += 0.05 * (load.mean() - load).sign()  # type: ignore[operator]
+        weights = scores.softmax(1).gather(1, chosen[:, None])
+        return self.experts(x).view(-1, 4, 4)[torch.arange(len(x)), chosen] * weights
+
+
+class Overflowing(nn.Module):
+    """Experts take the first samples of a batch, up to a capacity that shrinks after 6 batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(10, 2)
+        self.out = nn.Linear(10, 4)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1  # type: ignore[operator]
+        capacity = len(x) if self.calls < 6 else max(1, len(x) // 4)
+        chosen = functional.one_hot(self.gate(x).argmax(1), 2)
+        kept = (chosen.cumsum(0) <= capacity) & (chosen > 0)
+        return self.out(x) * kept.any(1, keepdim=True)
+
+
+class LateClip:
+    """A hook that clips from its 12th call on."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, gradient: Tensor) -> Tensor | None:
+        self.calls += 1
+        return gradient.clamp(-1e-4, 1e-4) if self.calls > 11 else None
+
+
+def build_clipped() -> nn.Module:
+    model = nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 4))
+    model[0].weight.register_hook(LateClip())
+    return model
+
+
+LATE_MODELS: dict[str, pg.Job] = {
+    "frequencies of tokens": make_job("frequencies", Embedded, make_tokens()),
+    "bias of experts": make_job("experts", Balanced, VECTORS),
+    "capacity of experts": make_job("capacity", Overflowing, LONG),
+    "a hook that clips later": make_job("clips", build_clipped, LONG),
+}
+
+
+@pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize("strategy", ["data(2, reduce=ring)", "data(2, state=shared_memory)"])
+@pytest.mark.parametrize("name", LATE_MODELS)
+def test_models_that_depend_on_the_batch_later_are_named(
+    name: str, strategy: str, tmp_path: Path
+) -> None:
+    """After step 0 only the loss was compared: these trained another training in silence."""
+    with pytest.raises(pg.RankFailed, match=r"not one worker's training|not equal bit for bit"):
+        pg.train(LATE_MODELS[name], strategy, runs=tmp_path)
+
+
+# ---- faults of an exchange, from a step on -----------------------------------------------------
+def plant(change: Callable[[Exchange], None], method: str, first: int, alone: int | None) -> None:
+    """Let every exchange of this process, or of one rank, do something more from a step on."""
+    steps = 0
+    depth = 0
+    for kind in list_classes(Exchange):
+        original = vars(kind).get(method)
+        if original is None:
+            continue
+
+        def changed(self: Any, *arguments: Any, original: Any = original) -> Any:
+            nonlocal steps, depth
+            depth += 1
+            result = original(self, *arguments)
+            depth -= 1
+            if not depth:  # not where a subclass calls its base
+                steps += 1
+                if steps > first and alone in (None, rank()):
+                    change(self)
+            return result
+
+        setattr(kind, method, changed)
+
+
+def list_classes(kind: type) -> list[type]:
+    return [kind, *(each for inner in kind.__subclasses__() for each in list_classes(inner))]
+
+
+def scale_update(exchange: Exchange) -> None:
+    with torch.no_grad():
+        for parameter in exchange.optimizer.param_groups[0]["params"][:1]:
+            parameter.mul_(1.001)
+
+
+def scale_momentum(exchange: Exchange) -> None:
+    for values in exchange.optimizer.state.values():
+        for value in values.values():
+            if isinstance(value, Tensor) and value.is_floating_point() and value.dim():
+                value.mul_(0.9)
+
+
+def build_faulty(
+    change: Callable[[Exchange], None], method: str, first: int, alone: int | None
+) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        if dist.is_initialized():
+            plant(change, method, first, alone)
+        return nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 4))
+
+    return build
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[:5])
+@pytest.mark.parametrize("change", [scale_update, scale_momentum])
+def test_updates_that_go_wrong_later_are_named(
+    change: Callable[[Exchange], None], strategy: str, tmp_path: Path
+) -> None:
+    """Nothing was compared after the gradients of step 0."""
+    job = make_job("faulty", build_faulty(change, "update", 25, None), LONG)
+    with pytest.raises(
+        pg.RankFailed, match=r"update differs|bit for bit|hold copies of it"
+    ) as caught:
+        pg.train(job, strategy, runs=tmp_path, check="30%")
+    assert caught.value.step is not None
+    assert caught.value.step >= 25
+    assert "was compared last, and was equal" in caught.value.message
+
+
+@pytest.mark.parametrize("alone", [0, 1])
+def test_an_update_of_one_replica_is_named(alone: int, tmp_path: Path) -> None:
+    job = make_job("faulty", build_faulty(scale_update, "update", 10, alone), LONG)
+    with pytest.raises(pg.RankFailed, match=r"update differs|bit for bit|hold copies of it"):
+        pg.train(job, "data(2, reduce=ring)", runs=tmp_path)
+
+
+def test_a_miss_names_the_checkpoint_before_it(tmp_path: Path) -> None:
+    job = make_job("faulty", build_faulty(scale_update, "update", 25, None), LONG)
+    with pytest.raises(pg.RankFailed, match=r"checkpoint-00000020; go on from it with") as caught:
+        pg.train(job, "data(2, reduce=ring)", runs=tmp_path, save=10)
+    assert caught.value.step == 29  # the last step before a checkpoint is compared
+    assert "Step 19 was compared last" in caught.value.message
+
+
+# ---- right runs --------------------------------------------------------------------------------
+@pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_right_runs_compare_steps_to_the_end(strategy: str, tmp_path: Path) -> None:
+    job = make_job(
+        "right",
+        lambda: nn.Sequential(
+            nn.Linear(10, 8), nn.LayerNorm(8), nn.Dropout(0.1), nn.Linear(8, 8), nn.Linear(8, 4)
+        ),
+        LONG,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+        clip_norm=0.5,
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99),
+    )
+    run = pg.train(job, strategy, runs=tmp_path, check="20%")
+    steps = [event["numbers"]["step"] for event in run.select_lines("event")]
+    assert steps[:5] == [0, 1, 3, 7, 15]
+    assert steps[-1] == 39
+    assert all(
+        event["message"].endswith("and so is what its update left")
+        for event in run.select_lines("event")
+    )
+    assert run.to_json()["compared_steps"] == len(steps)
+
+
+def test_no_share_no_check(tmp_path: Path) -> None:
+    job = make_job("faulty", build_faulty(scale_update, "update", 0, None), LONG)
+    run = pg.train(job, "data(2, reduce=ring)", runs=tmp_path, check=0)
+    assert list(run.select_lines("event")) == []
+    assert run.to_json()["compared_steps"] == 0
+
+
+@pytest.mark.parametrize("share", [True, "200%", "much", -0.1])
+def test_shares_of_the_time_are_validated(share: Any, tmp_path: Path) -> None:
+    job = make_job("right", lambda: nn.Linear(10, 4), VECTORS, optimizer=momentum)
+    with pytest.raises(pg.Refused, match="share of the run's time"):
+        pg.train(job, "data(2)", runs=tmp_path, check=share)
+
+
+@pytest.mark.usefixtures("warm")
+def test_optimizer_copies_that_cannot_be_made_are_named(tmp_path: Path) -> None:
+    class Remembering(torch.optim.SGD):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, lr=0.1)
+            self.memory = object()
+
+    job = make_job("odd", lambda: nn.Linear(10, 4), VECTORS, optimizer=Remembering)
+    run = pg.train(job, "data(2, reduce=ring)", runs=tmp_path)
+    messages = [event["message"] for event in run.select_lines("event")]
+    assert all("not compared (Remembering keeps memory in an attribute)" in m for m in messages)
