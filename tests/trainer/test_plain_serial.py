@@ -7,6 +7,7 @@ the way (a hook, an optimizer in backward) saw it as many times too large as the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -237,3 +238,59 @@ def test_hooks_in_a_loop_of_ones_own(name: str) -> None:
         steps = trainer.steps
     plain, _ = train_plainly(job, steps)
     assert_bit_equal(dict(model.state_dict()), plain)
+
+
+# ---- where the batch is split ------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "data(2, reduce=ring)",
+        "data(2, state=shared_memory)",
+        "serial(micro=2)",
+        "server(2)",
+        "server(1)",
+        "data(2, state=fully_sharded)",
+        "pipeline(2, micro=2)",
+        "place(2)",
+        "tensor(2)",
+    ],
+)
+def test_optimizers_in_backward_are_refused_by_name(strategy: str, tmp_path: Path) -> None:
+    """A part's gradient would step them, or another rank's copy would stay as it was."""
+    job = make_job("hooked", lambda: step_in_backward(0), VECTORS)
+    with pytest.raises(pg.RankFailed, match=r"a backward changes it|it has a hook") as caught:
+        pg.train(job, strategy, runs=tmp_path)
+    assert caught.value.step == 0
+    assert caught.value.tensor == "0.weight, 0.bias, 2.weight"
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        ("tensor, linear", "data(2, reduce=ring)"),
+        ("tensor, linear", "serial(micro=3)"),
+        ("tensor, linear", "server(2)"),
+        ("post-accumulate, linear", "data(2, reduce=ring)"),
+        ("post-accumulate, linear", "server(2)"),
+    ],
+)
+def test_linear_hooks_are_equal_where_the_batch_is_split(
+    name: str, strategy: str, tmp_path: Path
+) -> None:
+    job = make_job("hooked", lambda: HOOKED[name](0), VECTORS)
+    assert pg.verify(job, strategy, runs=tmp_path).same
+
+
+def test_hooks_on_accumulated_gradients_are_refused_in_micro_batches(tmp_path: Path) -> None:
+    """A post-accumulate hook changes what all micro-batches before have left, again and again."""
+    job = make_job("hooked", lambda: HOOKED["post-accumulate, linear"](0), VECTORS)
+    with pytest.raises(pg.RankFailed, match="the gradient is off"):
+        pg.train(job, "serial(micro=3)", runs=tmp_path)
+
+
+@pytest.mark.parametrize("strategy", ["data(2, reduce=ring)", "serial(micro=3)", "server(2)"])
+@pytest.mark.parametrize("name", ["tensor, clips", "post-accumulate, clips", "tensor, by its norm"])
+def test_hooks_that_clip_end_the_run_by_name(name: str, strategy: str, tmp_path: Path) -> None:
+    job = make_job("hooked", lambda: HOOKED[name](0), VECTORS)
+    with pytest.raises(pg.RankFailed, match="the gradient is off"):
+        pg.train(job, strategy, runs=tmp_path)

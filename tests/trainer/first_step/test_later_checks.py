@@ -21,6 +21,7 @@ from paragrad.parallel.data import fully_sharded, shared_memory
 
 # imported, so that their classes can be changed
 EXCHANGES = (fully_sharded, shared_memory)
+PLANTED: list[str] = []
 pytestmark = [pytest.mark.processes]
 
 STRATEGIES = (
@@ -180,7 +181,9 @@ def build_faulty(
     change: Callable[[Exchange], None], method: str, first: int, alone: int | None
 ) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
-        if dist.is_initialized():
+        # once in a process: the reference builds a model too
+        if dist.is_initialized() and not PLANTED:
+            PLANTED.append(method)
             plant(change, method, first, alone)
         return nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 4))
 
@@ -268,3 +271,27 @@ def test_optimizer_copies_that_cannot_be_made_are_named(tmp_path: Path) -> None:
     run = pg.train(job, "data(2, reduce=ring)", runs=tmp_path)
     messages = [event["message"] for event in run.select_lines("event")]
     assert all("not compared (Remembering keeps memory in an attribute)" in m for m in messages)
+
+
+def test_verify_compares_late_steps(tmp_path: Path) -> None:
+    """A fault that begins at step 25 was certified: the twenty steps were the first ones."""
+    job = make_job("faulty", build_faulty(scale_update, "update", 25, None), LONG)
+    certificate = pg.verify(job, "data(2, reduce=ring)", runs=tmp_path)
+    assert not certificate.same
+    assert certificate.first is not None
+    assert certificate.first[1] >= 25
+
+
+@pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_verify_of_late_steps_goes_on_from_the_state(strategy: str, tmp_path: Path) -> None:
+    job = make_job(
+        "right",
+        lambda: nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 4)),
+        LONG,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50),
+    )
+    certificate = pg.verify(job, strategy, runs=tmp_path)
+    assert certificate.same
+    assert certificate.value < 1e-13

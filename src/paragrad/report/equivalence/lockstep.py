@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 
 from paragrad.datasets.loading import Dataset, separate_target
+from paragrad.datasets.sample_order import SampleOrder
+from paragrad.engine.layout import OptimizerState
 from paragrad.errors import StepFailed
 from paragrad.jobs.job import Job, open_dataset
 from paragrad.report.certificate import EXACT_BOUND, Difference
@@ -49,6 +51,9 @@ from paragrad.trainer.settings import Settings
 from paragrad.trainer.trainer import Trainer
 
 COMPARED_STEPS = 20
+# so many of the compared steps are made after some that are not compared
+LATE_STEPS = 5
+SKIPPED_STEPS = 25
 COARSE_MODEL = "in float64 it differs, and there the model computes in a coarser type inside"
 # a deviation of so many eps is always allowed, and is the bound in float32
 FEW_EPS = 8
@@ -93,20 +98,23 @@ def compare_with_serial(
     selection = None
     if world.rank == 0:
         selection = (
-            select_compared_batches(job.make_samples(train), order, steps, strategy.division),
+            select_places(job, order, train, strategy, steps),
             *choose_reference_dtype(job, train, list_first_batches(order, 1)[0], world.device),
         )
     places, dtype, reason = world.broadcast_object(selection)
+    skipped = range(steps - LATE_STEPS, len(places) - LATE_STEPS)
     for kind, current_reason in ((dtype, reason), (torch.float32, COARSE_MODEL)):
         comparison = None
+        compared = 0
         for comparison in _step_together(
-            world, job.replace(dtype=kind), strategy, settings, train, places
+            world, job.replace(dtype=kind), strategy, settings, train, places, skipped
         ):
             comparison.compare_step()
             if report is not None:
+                compared += 1
                 report(
                     {
-                        "step": comparison.reference.serial.steps,
+                        "step": compared,
                         "steps": steps,
                         "difference": comparison.worst.value,
                     }
@@ -163,6 +171,7 @@ def _step_together(
     settings: Settings,
     train: Dataset,
     places: list[tuple[int, range]],
+    skipped: range = range(0),
     check_sameness: bool = True,
 ) -> Iterator[TensorComparison]:
     """Yield rank 0's comparison after each step of strategy and reference; other ranks yield none.
@@ -179,6 +188,9 @@ def _step_together(
         train: the dataset.
 
         places: (epoch, batch) of each step.
+
+        skipped: the steps that the strategy makes alone. After them the reference goes on from the
+            strategy's state.
 
         check_sameness: whether to run a rounding baseline and to compare all replicas.
     """
@@ -198,7 +210,13 @@ def _step_together(
             run_parameter_server(trainer.training)
             return
         for fetched in trainer.iterate_batches_at(train, order, places, settings.loaders):
+            if skipped and trainer.steps == skipped.stop:
+                state = gather_training_state(trainer)
+                if comparison is not None:
+                    comparison.adopt_training(*state)
             trainer.step(*separate_target(fetched))
+            if trainer.steps - 1 in skipped:
+                continue
             if comparison is not None and comparison.reference.serial.steps == 0:
                 _refuse_shared_gradients(comparison.reference)
             if check_sameness and strategy.guarantees.replicas_equal:
@@ -213,6 +231,50 @@ def _step_together(
         dismiss_run_servers(trainer.training)
     finally:
         trainer.close()
+
+
+def select_places(
+    job: Job, order: SampleOrder, train: Dataset, strategy: Strategy, steps: int
+) -> list[tuple[int, range]]:
+    """Select (epoch, batch) of each step.
+
+    In a comparison of `COMPARED_STEPS` or more, the last `LATE_STEPS` come after `SKIPPED_STEPS`
+    that are not compared: a fault may begin late.
+
+    Args:
+        job: the job.
+        order: the order of the samples.
+        train: the dataset.
+        strategy: the resolved strategy.
+        steps: number of compared steps.
+    """
+    samples = job.make_samples(train)
+    if steps < COMPARED_STEPS:
+        return select_compared_batches(samples, order, steps, strategy.division)
+    early = select_compared_batches(samples, order, steps - LATE_STEPS, strategy.division)
+    return early + list_first_batches(order, steps + SKIPPED_STEPS)[len(early) :]
+
+
+def gather_training_state(
+    trainer: Trainer,
+) -> tuple[dict[str, Tensor], OptimizerState, list[dict[str, Any]], int]:
+    """Gather what another training needs to go on from here, on rank 0. Collective.
+
+    Args:
+        trainer: the strategy's trainer.
+
+    Returns:
+        (parameters and buffers, optimizer state, groups of the optimizer, completed steps).
+    """
+    setup = trainer.training.setup
+    state = setup.shard_layout.gather_serial_state(
+        trainer.training.exchange.gather_optimizer_state()
+    )
+    groups = [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in trainer.optimizer.param_groups
+    ]
+    return trainer.state(), state, groups, trainer.steps
 
 
 def _refuse_shared_gradients(reference: SerialReference) -> None:
@@ -293,6 +355,34 @@ class TensorComparison:
         """
         self.gradients = gradients
         self.state = state
+
+    def adopt_training(
+        self,
+        state: Mapping[str, Tensor],
+        optimizer_state: OptimizerState,
+        groups: list[dict[str, Any]],
+        steps: int,
+    ) -> None:
+        """Let the reference go on from the strategy's state, and measure rounding anew.
+
+        If the optimizer keeps more than its state and its groups, the reference makes the steps in
+        between instead.
+
+        Args:
+            state: parameters and buffers by name.
+            optimizer_state: the optimizer's state by parameter.
+            groups: the groups of the optimizer, without parameters.
+            steps: the completed steps.
+        """
+        if not self.reference.serial.can_adopt:
+            while self.reference.serial.steps < steps:
+                self.reference.step()
+            return
+        for loop in self.reference.loops:
+            loop.adopt_training(state, optimizer_state, groups, steps)
+        self.rounding = {}
+        if self.masks is not None:
+            self.masks = {name: torch.ones_like(each) for name, each in self.masks.items()}
 
     def compare_step(self) -> None:
         """Compare after all have made the same step."""

@@ -14,9 +14,9 @@ from __future__ import annotations
 import contextlib
 import math
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import chain
 from typing import Any
 
 import torch
@@ -31,8 +31,14 @@ from paragrad.datasets.loading import (
     separate_target,
     slice_batch,
 )
+from paragrad.engine.layout import OptimizerState
 from paragrad.engine.loss_additivity import disable_batch_statistics
 from paragrad.engine.optimizer.modes import has_modes, set_optimizer_mode
+from paragrad.engine.optimizer.optimizer_state import (
+    copy_optimizer_attributes,
+    list_unsaved_state,
+    load_parameter_state,
+)
 from paragrad.engine.probe import use_model_eval_mode
 from paragrad.engine.rng.draws import Draws, ReplicatedDraws, key_draws
 from paragrad.jobs.job import Job
@@ -118,8 +124,10 @@ class PlainLoop:
         self._draws = draws or Draws()
         self._division = division or Division()
         self._draw_alike = ReplicatedDraws(job.seed, device)
+        self._initial_attributes = copy_optimizer_attributes(self.optimizer)
         self._has_modes = has_modes(self.optimizer)
-        self._batches = self._load_batches(train, places)
+        self._places = iter(places)
+        self._batches = self._load_batches(train)
 
     def step(self) -> float:
         """Train the next global batch; return its mean loss."""
@@ -153,6 +161,47 @@ class PlainLoop:
         """Return the parameters and the buffers by name."""
         return {**self.parameters(), **dict(self.model.named_buffers())}
 
+    @property
+    def can_adopt(self) -> bool:
+        """Whether all that the optimizer keeps is in its state and its groups."""
+        return not list_unsaved_state(self.optimizer, self._initial_attributes)
+
+    def adopt_training(
+        self,
+        state: Mapping[str, Tensor],
+        optimizer_state: OptimizerState,
+        groups: list[dict[str, Any]],
+        steps: int,
+    ) -> None:
+        """Go on from the state of another training of the job.
+
+        The batches of the steps in between are left out. A scheduler steps as often as they are.
+
+        Args:
+            state: Parameters and buffers by name.
+            optimizer_state: The optimizer's state by parameter.
+            groups: The optimizer's groups, without parameters.
+            steps: The completed steps of that training.
+        """
+        parameters = dict(self.model.named_parameters())
+        own = {**parameters, **dict(self.model.named_buffers())}
+        with torch.no_grad():
+            for name, value in state.items():
+                own[name].copy_(value)
+        for name, values in optimizer_state.items():
+            copied = {
+                key: value.clone() if isinstance(value, Tensor) else value
+                for key, value in values.items()
+            }
+            load_parameter_state(self.optimizer, parameters[name], copied)
+        for _ in range(self.steps, steps):
+            next(self._places)
+            if self.scheduler is not None:
+                self.scheduler.step()
+        for group, values in zip(self.optimizer.param_groups, groups, strict=True):
+            group.update(values)
+        self.steps = steps
+
     def split_batch(self, inputs: Any, target: Any, samples: int) -> list[MicroBatchPart]:
         """Split a global batch into the micro-batches of the model.
 
@@ -173,21 +222,18 @@ class PlainLoop:
             parts.append(MicroBatchPart(part_inputs, part_target, places))
         return parts
 
-    def _load_batches(
-        self, train: Dataset, places: Iterable[tuple[int, range]]
-    ) -> Iterator[tuple[Any, Any, int]]:
+    def _load_batches(self, train: Dataset) -> Iterator[tuple[Any, Any, int]]:
         """Yield (inputs, target, samples) of each global batch."""
         samples = self.job.make_samples(train)
         order = self.job.make_order(len(train))
-        for epoch, group in groupby(places, key=lambda place: place[0]):
-            for _, positions in group:
-                indices = order.get_indices(epoch, positions)
-                fetched = convert_batch(
-                    samples[epoch, indices, list(range(len(indices)))],
-                    self._device,
-                    self.job.parameter_dtype,
-                )
-                yield *separate_target(fetched), len(indices)
+        for epoch, positions in self._places:
+            indices = order.get_indices(epoch, positions)
+            fetched = convert_batch(
+                samples[epoch, indices, list(range(len(indices)))],
+                self._device,
+                self.job.parameter_dtype,
+            )
+            yield *separate_target(fetched), len(indices)
 
     def _run_passes(self, parts: list[MicroBatchPart]) -> float:
         """Run forward and backward of a global batch; return its mean loss."""

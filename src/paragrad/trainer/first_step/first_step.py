@@ -71,6 +71,11 @@ OTHER_UPDATE = (
     "where the largest value is {:.3g}. The gradients were equal; an optimizer that sees parts of "
     "tensors, or state that a rank changed, does that: train with state=replicated"
 )
+UNEQUAL_GRADIENTS = (
+    "before the update ranks {} and {} hold copies of it with other gradients, or another buffer; "
+    "this step updated nothing. A forward changes it on one of them alone, or reads it by a way "
+    "that is not seen: train it with data(n) and nothing else, or cut parts elsewhere. {}"
+)
 UNEQUAL_REPLICAS = (
     "after this step ranks {} and {} hold copies of it that are not equal bit for bit: something "
     "changed it on one of them alone. {}"
@@ -630,12 +635,7 @@ def _refuse_unequal_tensors(
     """Check that copies of one tensor are bit-equal. Collective."""
     if unequal := layout.find_unequal_copies(tensors, world):
         raise StepFailed(
-            "before the update ranks {} and {} hold copies of it with other gradients, or "
-            "another buffer; "
-            "this step updated nothing. A forward changes it on one of them alone, or reads it by a "
-            "way that is not seen: train it with data(n) and nothing else, or cut parts elsewhere. {}".format(
-                *unequal[:2], NONDETERMINISM_HINT
-            ),
+            UNEQUAL_GRADIENTS.format(*unequal[:2], NONDETERMINISM_HINT),
             tensor=unequal[2],
             differs=True,
         )
