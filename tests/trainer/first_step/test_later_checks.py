@@ -139,7 +139,6 @@ def test_models_that_depend_on_the_batch_later_are_named(
 # ---- faults of an exchange, from a step on -----------------------------------------------------
 def plant(change: Callable[[Exchange], None], method: str, first: int, alone: int | None) -> None:
     """Let every exchange of this process, or of one rank, do something more from a step on."""
-    steps = 0
     depth = 0
     for kind in list_classes(Exchange):
         original = vars(kind).get(method)
@@ -147,12 +146,12 @@ def plant(change: Callable[[Exchange], None], method: str, first: int, alone: in
             continue
 
         def changed(self: Any, *arguments: Any, original: Any = original) -> Any:
-            nonlocal steps, depth
+            nonlocal depth
             depth += 1
             result = original(self, *arguments)
             depth -= 1
             if not depth:  # not where a subclass calls its base
-                steps += 1
+                steps = vars(self)["fault_steps"] = vars(self).get("fault_steps", 0) + 1
                 if steps > first and alone in (None, rank()):
                     change(self)
             return result
