@@ -55,7 +55,7 @@ def parallelize(
     device: str = "cpu",
     backend: str = "auto",
     timeout: float = DEFAULT_TIMEOUT,
-    check: str | float = 0.01,
+    check: str | float = "1%",
     skip_first_step_check: bool = False,
 ) -> Iterator[Trainer]:
     """One rank of a strategy over the user's own model, loss and optimizer; a context manager.

@@ -665,21 +665,18 @@ def build_filled_model(model: nn.Module, tensors: Mapping[str, Tensor | None]) -
 
     Args:
         model: A model without values (`build_empty_model`).
-        tensors: Values by the first name of each tensor. A tied tensor gets its value under all its
-            names.
+        tensors: Values by the first name of each tensor. Tied tensors stay tied.
 
     Returns:
         The copy.
     """
     whole = copy.deepcopy(model)
-    first: dict[int, str] = {}
-    values = {}
-    for name, tensor in [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]:
-        value = tensors.get(first.setdefault(id(tensor), name))
-        if value is not None:
-            values[name] = value
-    whole.load_state_dict(values, strict=False, assign=True)
+    replacements: dict[int, Tensor] = {}
+    for name, parameter in whole.named_parameters():
+        if (value := tensors.get(name)) is not None:
+            replacements[id(parameter)] = nn.Parameter(value, parameter.requires_grad)
+    for name, buffer in whole.named_buffers():
+        if (value := tensors.get(name)) is not None:
+            replacements[id(buffer)] = value
+    _swap_tensors(whole, replacements)
     return whole

@@ -325,10 +325,12 @@ class UserModel:
         self.identity: ModelIdentity | None = None
 
     def release_values(self) -> None:
-        """Release the values of the model when it is partitioned.
+        """Release the values of the model when it is partitioned; once.
 
         Outdated values could otherwise be taken for current ones.
         """
+        if self.initial_properties is not None:
+            return
         remove_model_values(self.model)
         for module in self.model.modules():
             self.hooks += [

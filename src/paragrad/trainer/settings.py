@@ -139,7 +139,7 @@ class Settings:
     memory: str | int | None = None
     machine: str | Path | None = None
     inject_fault: str | None = None
-    check: str | float = 0.01
+    check: str | float = "1%"
     skip_schedule_check: bool = False
     skip_first_step_check: bool = False
     timeout: float = DEFAULT_TIMEOUT

@@ -49,9 +49,6 @@ class TrainerOptions:
 
         exchange_options: The options of the exchange.
 
-        compared_strategy: The strategy that this one-worker training imitates for a comparison, or
-            None: it runs the parts of all ranks, micro-batch by micro-batch.
-
         reverse: Whether each micro-batch is reversed (the rounding baseline).
 
         is_validated: Whether validation checked the loss; otherwise it is checked before the first
@@ -78,7 +75,6 @@ class TrainerOptions:
     dtype: torch.dtype | None = None
     record: Recorder | None = None
     exchange_options: ExchangeOptions = field(default_factory=ExchangeOptions)
-    compared_strategy: Strategy | None = None
     reverse: bool = False
     is_validated: bool = False
     skip_first_step_check: bool = False

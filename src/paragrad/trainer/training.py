@@ -293,11 +293,10 @@ class Training:
         self.shared_hosts = initial_model.record_choice(self.log, world) if initial_model else None
         rank_world = place_rank(strategy, world)
         samples_world = rank_world.select_dividing_axes("samples")
-        division = (options.compared_strategy or strategy).division
+        division = strategy.division
         share_count = len(division.shares)
         self.is_exact_split = (
             strategy.exact
-            and not options.compared_strategy
             and not options.skip_first_step_check
             and options.check_share > 0
             and (world.size > 1 or division.micro > 1)
@@ -306,10 +305,7 @@ class Training:
             optimizer,
             scheduler,
             division,
-            # A training that imitates another strategy runs all its shares; otherwise one.
-            list(range(share_count))
-            if options.compared_strategy
-            else [samples_world.rank % share_count],
+            [samples_world.rank % share_count],
             {"seed": options.seed}
             | ({} if options.is_validated else {"model": describe_callable(model)}),
         )

@@ -19,6 +19,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from paragrad.runtime.world import World
+
 FIXED_STEPS = (1, 2, 4, 8, 16)
 
 
@@ -35,43 +37,6 @@ class CheckCosts:
     check_seconds: float
     last_seconds: float
     run_seconds: float
-
-
-class CheckClock:
-    """Measures what checks and steps cost on this rank.
-
-    Attributes:
-        start: When the first check began, in seconds of the monotonic clock; None before it.
-        check_seconds: Seconds in all checks.
-        last_seconds: Seconds of the last check.
-    """
-
-    def __init__(self) -> None:
-        self.start: float | None = None
-        self.check_seconds = 0.0
-        self.last_seconds = 0.0
-
-    @contextlib.contextmanager
-    def measure_part(self, begins: bool = False) -> Iterator[None]:
-        """Measure a part of a check.
-
-        Args:
-            begins: Whether the check begins with this part.
-        """
-        before = time.monotonic()
-        self.start = before if self.start is None else self.start
-        self.last_seconds = 0.0 if begins else self.last_seconds
-        try:
-            yield
-        finally:
-            seconds = time.monotonic() - before
-            self.last_seconds += seconds
-            self.check_seconds += seconds
-
-    def read_costs(self) -> CheckCosts:
-        """Return what checks and steps have cost so far."""
-        run_seconds = 0.0 if self.start is None else time.monotonic() - self.start
-        return CheckCosts(self.check_seconds, self.last_seconds, run_seconds)
 
 
 @dataclass(frozen=True)
@@ -107,3 +72,72 @@ class CheckPlan:
         length = max(1, math.ceil(missing_seconds / step_seconds) - (start - done))
         drawn = random.Random(f"{seed} {start}").randrange(length)
         return CheckPlan(start + 1 + drawn, start + length)
+
+
+class CheckSchedule:
+    """Plans the checks of a training, and measures what checks and steps cost on this rank.
+
+    Args:
+        seed: The seed of the training.
+        share: The largest share of checks in the run's time.
+
+    Attributes:
+        seed: As the argument.
+
+        share: As the argument.
+
+        plan: The next check.
+
+        start: When the first check began, in seconds of the monotonic clock; None before it.
+
+        check_seconds: Seconds in all checks.
+
+        last_seconds: Seconds of the last check.
+
+        last_equal: The last step that was compared and equal, as serial counts; None before it.
+    """
+
+    def __init__(self, seed: int, share: float) -> None:
+        self.seed = seed
+        self.share = share
+        self.plan = CheckPlan()
+        self.start: float | None = None
+        self.check_seconds = 0.0
+        self.last_seconds = 0.0
+        self.last_equal: int | None = None
+
+    @contextlib.contextmanager
+    def measure_part(self, begins: bool = False) -> Iterator[None]:
+        """Measure a part of a check.
+
+        Args:
+            begins: Whether the check begins with this part.
+        """
+        before = time.monotonic()
+        self.start = before if self.start is None else self.start
+        self.last_seconds = 0.0 if begins else self.last_seconds
+        try:
+            yield
+        finally:
+            seconds = time.monotonic() - before
+            self.last_seconds += seconds
+            self.check_seconds += seconds
+
+    def plan_next(self, own_step: int, step: int, world: World) -> int:
+        """Plan the next check after one that found everything equal. Collective.
+
+        Args:
+            own_step: The number of the checked step in this process, from 1.
+            step: The checked step, as serial counts.
+            world: The ranks. Rank 0 plans for all.
+
+        Returns:
+            The number of the step of the next check.
+        """
+        self.last_equal = step
+        run_seconds = 0.0 if self.start is None else time.monotonic() - self.start
+        costs = CheckCosts(self.check_seconds, self.last_seconds, run_seconds)
+        self.plan = world.broadcast_object(
+            self.plan.plan_next(own_step, self.seed, self.share, costs)
+        )
+        return self.plan.step

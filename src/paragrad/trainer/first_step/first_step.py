@@ -36,7 +36,7 @@ from paragrad.runtime.world import World
 from paragrad.strategies.shares import Division
 from paragrad.trainer.batch import Batch
 from paragrad.trainer.exchange_setup import set_up_exchange
-from paragrad.trainer.first_step.check_schedule import CheckClock, CheckPlan
+from paragrad.trainer.first_step.check_schedule import CheckSchedule
 from paragrad.trainer.first_step.diagnosis import describe_mismatch, explain_layout_draws
 from paragrad.trainer.first_step.inspect_model import (
     is_given_as_loaded,
@@ -107,13 +107,9 @@ class FirstStep:
 
         update_check: One worker's update, or why it cannot be compared, or None.
 
-        clock: Measures what checks and steps cost.
-
-        plan: The next check.
+        schedule: Plans the checks, and measures what they cost.
 
         finding: What this step's check has found to be equal so far; empty if it found nothing.
-
-        last_equal: The last step that was compared and equal, as serial counts; None before it.
     """
 
     def __init__(self, training: Training, inspections: dict[str, Any] | None = None) -> None:
@@ -125,10 +121,8 @@ class FirstStep:
         self.group_names: list[list[str]] | None = None
         self.part_state: PythonState | None = None
         self.update_check: UpdateCheck | str | None = None
-        self.clock = CheckClock()
-        self.plan = CheckPlan()
+        self.schedule = CheckSchedule(training.seed, training.options.check_share)
         self.finding = ""
-        self.last_equal: int | None = None
 
     # ---- before the passes -------------------------------------------------------------------
     def prepare(self, batch: Batch, inputs: Any, target: Any) -> None:
@@ -151,7 +145,7 @@ class FirstStep:
         if not training.is_exact_split:
             return
         as_loaded = is_given_as_loaded_everywhere(training, inputs, target)
-        with self.clock.measure_part(begins=True):
+        with self.schedule.measure_part(begins=True):
             self._make_reference(batch, inputs, target, as_loaded)
 
     def set_up(self, batch: Batch, inputs: Any, target: Any) -> None:
@@ -185,7 +179,7 @@ class FirstStep:
             self.inspections,
         )
         if is_exact_split:
-            with self.clock.measure_part(begins=True):
+            with self.schedule.measure_part(begins=True):
                 self._make_reference(batch, inputs, target, as_loaded, set_up)
             return
         if is_skipped:
@@ -440,7 +434,7 @@ class FirstStep:
         """
         if not self.training.is_exact_split:
             return
-        with self.clock.measure_part():
+        with self.schedule.measure_part():
             if self.step_check is not None:
                 self._check_outcome(loss, weight, "this step")
             self.update_check = make_reference_update(self.training, self.group_names)
@@ -458,19 +452,12 @@ class FirstStep:
             # copies in a partitioned model are compared at doubling distances
             state.plan_check(2 * (state.own_steps + 1))
             return
-        with self.clock.measure_part():
+        with self.schedule.measure_part():
             check, self.update_check = self.update_check, None
             if isinstance(check, UpdateCheck):
                 self._refuse_other_update(check)
             self._refuse_unequal_replicas()
-        plan = self.plan.plan_next(
-            state.own_steps + 1,
-            training.seed,
-            training.options.check_share,
-            self.clock.read_costs(),
-        )
-        self.plan = training.world.broadcast_object(plan)
-        state.plan_check(self.plan.step)
+        state.plan_check(self.schedule.plan_next(state.own_steps + 1, state.steps, training.world))
         if self.finding and training.world.rank == 0:
             text = self.finding + (
                 ", and so is what its update left"
@@ -478,9 +465,9 @@ class FirstStep:
                 else f"; its update was not compared ({check})"
             )
             training.log.write_event(
-                "checked", text, step=state.steps, seconds=self.clock.last_seconds
+                "checked", text, step=state.steps, seconds=self.schedule.last_seconds
             )
-        self.last_equal, self.finding = state.steps, ""
+        self.finding = ""
 
     def _refuse_other_update(self, check: UpdateCheck) -> None:
         training = self.training
@@ -505,8 +492,8 @@ class FirstStep:
 
     def _refuse(self, message: str, tensor: str) -> StepFailed:
         """Keep and return the error of a step that differs."""
-        if self.last_equal is not None:
-            message += f". Step {self.last_equal} was compared last, and was equal"
+        if (last := self.schedule.last_equal) is not None:
+            message += f". Step {last} was compared last, and was equal"
         self.refusal = StepFailed(message, tensor=tensor, differs=True)
         return self.refusal
 
@@ -609,10 +596,14 @@ def _find_partition_mismatches(
     Collective. The first replica is gathered on rank 0, which has one worker's step. The other
     replicas are compared with the first one.
     """
-    if changed_names := [
-        *step_check.serial_outcome.changed_parameters,
-        *step_check.serial_outcome.changed_state,
-    ]:
+    # In the first step only: later the reference began with what the parts keep in Python, and a
+    # read value that is wrong shows in the loss or in a gradient.
+    if not training.state.own_steps and (
+        changed_names := [
+            *step_check.serial_outcome.changed_parameters,
+            *step_check.serial_outcome.changed_state,
+        ]
+    ):
         raise StepFailed(UNCARRIED_PARAMETER_CHANGED, tensor=", ".join(changed_names[:3]))
     layout = training.setup.layout
     tensors = {**gradients, **buffers}

@@ -239,7 +239,7 @@ def make_reference_step(
         (check, reason): the check, or None and the reason why there is none.
     """
     world = training.world
-    precision = find_coarsest_dtype(training.setup.model)
+    precision = find_coarsest_dtype(training.setup.empty_model)
     is_partitioned = has_model_shards(training.setup.strategy) or not whole.is_everywhere
     serial = None
     baseline = None
