@@ -158,7 +158,7 @@ def test_dataset_of_your_data_page_trains(tmp_path: Path, monkeypatch: pytest.Mo
     assert code is not None
     (tmp_path / "readings.py").write_text(code.group(1))
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(app, [*shlex.split(code.group(2)), "--no-check", "--json"])
+    result = CliRunner().invoke(app, [*shlex.split(code.group(2)), "--check", "0", "--json"])
     assert result.exit_code == 0, result.output
     facts = json.loads(result.stdout)
     assert facts["test"] > 90

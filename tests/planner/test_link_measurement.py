@@ -263,7 +263,6 @@ def test_record_has_the_choice_and_its_reason(tmp_path: Path) -> None:
         backend="gloo",
         machine=machine,
         runs=tmp_path,
-        check=False,
     )
     lines = [json.loads(line) for line in (run.folder / "rank-0.jsonl").read_text().splitlines()]
     picks = [line for line in lines if line["kind"] == "choice" and line["what"] == "reduce"]

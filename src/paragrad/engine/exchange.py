@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -383,6 +383,13 @@ class Exchange(ABC):
 
         Args:
             parameter: The parameter; its gradient is final.
+        """
+
+    def note_outside_backward(self, parameters: Iterable[Tensor]) -> None:  # noqa: B027
+        """Take note of a backward pass outside of steps, such as that of one worker's step.
+
+        Args:
+            parameters: The parameters that got a gradient in it.
         """
 
     @abstractmethod

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -207,6 +208,9 @@ class DDPExchange(BucketedExchange):
 
         pending_buckets: Buckets that are ready and wait for the end of backward.
 
+        outside_parameters: Parameters that a backward pass outside of steps has used since the last
+            step, if DDP looks for unused ones.
+
         is_complete: Whether DDP delivered the last bucket of this step.
     """
 
@@ -235,6 +239,7 @@ class DDPExchange(BucketedExchange):
         self.module.register_comm_hook(self, _reduce_bucket)
         self.parameter_count = len(list(self.counting_loss.parameters()))
         self.pending_buckets: list[Bucket] = []
+        self.outside_parameters: list[Tensor] = []
         self.is_complete = False
 
     def begin(self) -> None:
@@ -247,6 +252,15 @@ class DDPExchange(BucketedExchange):
         self.is_complete = False
         self.counting_loss.counter.grad = None
         self.refuse_refrozen()
+
+        # DDP takes what an outside backward used for used in this step too, and wants its gradient
+        for parameter in self.outside_parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        self.outside_parameters = []
+
+    def note_outside_backward(self, parameters: Iterable[Tensor]) -> None:
+        if self.has_unused_parameters:
+            self.outside_parameters = list(parameters)
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Return the context of forward and backward of one micro-batch.

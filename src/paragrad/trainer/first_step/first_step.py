@@ -544,7 +544,7 @@ class FirstStep:
         buffers = {name: buffer.detach() for name, buffer in setup.model.named_buffers()}
         if setup.layout.is_partitioned:  # The names of a part are not those of the whole model.
             return _find_partition_mismatches(
-                training, step_check, loss, weight, gradients, buffers
+                training, step_check, loss, weight, gradients, buffers, changed_state
             )
         if setup.shard_layout.is_partitioned:  # Only the parameters are sharded.
             _refuse_unequal_tensors(setup.shard_layout, gradients, setup.shard_layout.world)
@@ -590,6 +590,7 @@ def _find_partition_mismatches(
     weight: float,
     gradients: dict[str, Tensor | None],
     buffers: dict[str, Tensor],
+    changed_state: dict[str, Any],
 ) -> list[Mismatch]:
     """Compare the step of a partitioned model.
 
@@ -613,7 +614,22 @@ def _find_partition_mismatches(
         layout.gather_serial_tensors(each, on_all_ranks=False) if is_first_replica else {}
         for each in (gradients, buffers)
     ]
-    outcome = StepOutcome(loss, weight, gathered[0], gathered[1], test_loss=step_check.test_loss)
+    # what one worker's forward changes in Python and reads, from the ranks that change it
+    states = training.world.gather_objects(
+        {
+            name: changed_state[name]
+            for name in step_check.serial_outcome.changed_state
+            if name in changed_state
+        }
+    )
+    outcome = StepOutcome(
+        loss,
+        weight,
+        gathered[0],
+        gathered[1],
+        changed_state={name: value for each in states for name, value in each.items()},
+        test_loss=step_check.test_loss,
+    )
     mismatches = step_check.find_mismatches(outcome, training.module.loss_dtype)
     if not mismatches and training.setup.samples_world.size > 1:
         _refuse_unequal_tensors(layout, tensors, training.world)

@@ -146,7 +146,7 @@ class ReferenceStep:
             self._restore_model()
             if move_parameters:
                 perturb_parameters(self.module.model, torch.Generator().manual_seed(training.seed))
-            return run_reference_step(
+            outcome = run_reference_step(
                 self.module,
                 parts,
                 self.draws,
@@ -155,6 +155,13 @@ class ReferenceStep:
                 self.loss_only,
                 test,
             )
+        if training.setup.exchange is not None and self.module is training.module:
+            training.exchange.note_outside_backward(
+                parameter
+                for name, parameter in self.module.model.named_parameters()
+                if outcome.gradients.get(name) is not None
+            )
+        return outcome
 
     def _restore_model(self) -> None:
         """Restore the model to its state before the step.

@@ -68,13 +68,16 @@ def list_group_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list
 
 
 def explain_no_copy(
-    optimizer: torch.optim.Optimizer, group_names: list[list[str]] | None
+    optimizer: torch.optim.Optimizer,
+    group_names: list[list[str]] | None,
+    steps_on_servers: bool = False,
 ) -> str | None:
     """Explain why one worker's optimizer cannot be copied from this one.
 
     Args:
         optimizer: The optimizer of a rank.
         group_names: As `list_group_names` returns them.
+        steps_on_servers: Whether the optimizer of a rank never steps, because servers update.
 
     Returns:
         The explanation, or None.
@@ -84,6 +87,8 @@ def explain_no_copy(
         return f"{kind} holds a parameter that is not the model's"
     if len(group_names) != len(optimizer.param_groups):
         return f"{kind} has got another group of parameters since the first step"
+    if steps_on_servers and not type(optimizer).__module__.startswith("torch.optim."):
+        return f"{kind} steps on the servers, and what it counts beside states is there"
     for name, value in vars(optimizer).items():
         if name.endswith("_hooks") and value:
             return f"{kind} has a hook, which may act on the model itself"
@@ -231,7 +236,7 @@ def make_reference_update(
         The check; on other ranks an empty one. Or why the update cannot be compared.
     """
     setup, optimizer = training.setup, training.state.optimizer
-    if reason := explain_no_copy(optimizer, group_names):
+    if reason := explain_no_copy(optimizer, group_names, bool(setup.strategy.servers)):
         return reason
     assert group_names is not None
     gradients = setup.shard_layout.gather_serial_tensors(
