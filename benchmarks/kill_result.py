@@ -59,7 +59,10 @@ def of_run(folder: Path) -> Trained:
         *map(record.header["job"].get, ("epochs", "samples")),
     )
     used = Counter(
-        (line["epoch"], position) for line in lines for position in range(*line["order"])
+        (line["epoch"], position)
+        for line in lines
+        for positions in line["order"]
+        for position in range(*positions)
     )
     once = dict.fromkeys(
         ((epoch, position) for epoch in range(epochs) for position in range(samples)), 1

@@ -35,6 +35,7 @@ from plots import panels
 
 import paragrad as pg
 from paragrad.record.record import Line, Record
+from paragrad.record.sample_count import count_range_samples
 from paragrad.report.charts import COLOURS
 
 BSP = "server(4)"
@@ -75,7 +76,7 @@ def rates(run: pg.Run) -> list[float]:
     for line in steps(run):
         epochs[line["epoch"]].append(line)
     return [
-        sum(line["order"][1] - line["order"][0] for line in lines)
+        sum(count_range_samples(line["order"]) for line in lines)
         / (
             max(line["start"] + line["seconds"] for line in lines)
             - min(line["start"] for line in lines)

@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 from paragrad.datasets.sample_order import SampleOrder, permute_samples
 from paragrad.errors import Refused
 from paragrad.schedules.actions import split_evenly
-from paragrad.strategies.shares import Division, apportion_samples, split_micro_batches
+from paragrad.strategies.shares import (
+    Division,
+    apportion_samples,
+    count_largest_micro_batch,
+    count_smallest_micro_batch,
+    split_micro_batches,
+)
 
 pytestmark = pytest.mark.pure
 
@@ -62,17 +68,53 @@ def test_shares_of_the_documented_example() -> None:
     st.lists(st.integers(1, 5), min_size=1, max_size=6),
     st.integers(1, 7),
 )
-def test_micro_batches_cover_the_batch_in_rank_order(
+def test_micro_batches_are_those_of_one_rank(
     start: int, samples: int, weights: list[int], micro: int
 ) -> None:
+    """The shares were cut into micro-batches: micro-batch 0 of `data(2, micro=3)` had samples 0,
+    1, 6, 7 of twelve. Batch norm took its statistics over other samples than one worker's.
+    """
     batch = range(start, start + samples)
     pieces = split_micro_batches(batch, Division(tuple(weights), micro))
-    by_rank = [list(chain(*(piece[rank] for piece in pieces))) for rank in range(len(weights))]
-    assert list(chain(*by_rank)) == list(batch)
-    assert [len(part) for part in by_rank] == apportion_samples(samples, weights)
-    # no micro-batch is empty on every rank
-    assert all(any(len(part) for part in piece) for piece in pieces)
-    assert len(pieces) <= micro
+    alone = split_micro_batches(batch, Division((1,), micro))
+    assert [list(chain(*piece)) for piece in pieces] == [list(part) for (part,) in alone]
+    assert list(chain(*map(chain.from_iterable, pieces))) == list(batch)
+    assert len(pieces) == min(micro, samples)
+    for piece in pieces:
+        whole = sum(map(len, piece))
+        assert whole  # no micro-batch is empty on every rank
+        for part, weight in zip(piece, weights, strict=True):
+            assert abs(len(part) - whole * weight / sum(weights)) < 1
+
+
+@given(st.integers(0, 200), st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(1, 12))
+def test_remaining_samples_go_to_all_ranks_in_turn(
+    samples: int, weights: list[int], micro: int
+) -> None:
+    """By the largest remainder of each micro-batch alone, the fourth of four ranks would get no
+    sample of two micro-batches of three.
+    """
+    pieces = split_micro_batches(range(samples), Division(tuple(weights), micro))
+    counts = [sum(len(piece[rank]) for piece in pieces) for rank in range(len(weights))]
+    shares = apportion_samples(samples, weights)
+    assert all(abs(count - share) <= 1 for count, share in zip(counts, shares, strict=True))
+    if micro == 1:
+        assert counts == shares
+    if len(set(weights)) == 1:
+        assert sorted(counts) == sorted(shares)
+
+
+def test_shares_of_documented_micro_batches() -> None:
+    division = Division((1, 1), 3)
+    assert split_micro_batches(range(10, 18), division) == [
+        [range(10, 12), range(12, 13)],
+        [range(13, 14), range(14, 16)],
+        [range(16, 17), range(17, 18)],
+    ]
+    assert [count_largest_micro_batch(8, division, share) for share in (0, 1)] == [2, 2]
+    assert count_smallest_micro_batch(8, division) == 2
+    assert count_smallest_micro_batch(8, division, per_share=True) == 1
+    assert count_largest_micro_batch(1, division, 1) == 1  # the placeholder sample
 
 
 @given(st.integers(0, 100), st.integers(1, 40))

@@ -756,7 +756,7 @@ def test_step_record_has_a_ticket_or_a_worker_number(place: Ground, tmp_path: Pa
     (line,) = read_lines(tmp_path / "rank-3.jsonl")
     assert (line["step"], line["order"], line["loss"], line["sent"]) == (
         2,
-        [27, 29],
+        [[27, 29]],
         [1.0, 2.0],
         {"gradients": {"bytes": 80, "computed": False}},
     )

@@ -33,7 +33,7 @@ def written(folder: Path, shares: list[list[range]], samples: int = 10) -> Recor
                     step=step,
                     seconds=0.1 * (rank + 1),
                     loss=[2.0 * len(positions), len(positions)],
-                    order=[positions.start, positions.stop],
+                    order=[[positions.start, positions.stop]] if positions else [],
                     sent={"gradients": {"bytes": 100 * rank, "computed": False}},
                 )
             record.write_line("epoch", epoch=0, test={"value": 50.0, "weight": 4}, seconds=1.0)
@@ -68,6 +68,38 @@ def test_memory_is_that_of_the_fullest_rank(tmp_path: Path) -> None:
 def test_audit_finds_duplicate_and_missing_samples(tmp_path: Path) -> None:
     audit = written(tmp_path, [[range(3), range(6, 8)], [range(2, 6), range(8, 9)]]).sample_count
     assert (audit.seen, audit.twice, audit.missed) == (9, 1, 1)
+
+
+def test_order_of_earlier_versions_is_read_as_ranges(tmp_path: Path) -> None:
+    """Until version 3 a step had one range, [0, 0] if it was empty, and left it out if it was
+    that of the step before.
+    """
+    written(tmp_path, [[], []], samples=8)
+    for rank, orders in enumerate((["[0,4]", "[4,6]"], ["[0,0]", "[6,8]"])):
+        with (tmp_path / f"rank-{rank}.jsonl").open("w") as file:
+            for step, order in enumerate(orders):
+                file.write(f'{{"kind":"step","epoch":0,"step":{step},"order":{order}}}\n')
+            file.write(f'{{"kind":"step","epoch":1,"step":{step + 1}}}\n')
+            file.write('{"kind":"epoch","epoch":0,"test":null}\n')
+    record = Record(tmp_path)
+    assert [line["order"] for line in record.select_lines("step", 0)] == [
+        [[0, 4]],
+        [[4, 6]],
+        [[4, 6]],
+    ]
+    assert [line["order"] for line in record.select_lines("step", 1)] == [[], [[6, 8]], [[6, 8]]]
+    audit = record.sample_count
+    assert (audit.epochs, audit.seen, audit.twice, audit.missed) == (1, 8, 0, 0)
+
+
+def test_audit_counts_every_range_of_a_step(tmp_path: Path) -> None:
+    """The ranges of micro-batches; the first sample may be of any rank, or of none."""
+    written(tmp_path, [[]], samples=12)
+    for rank, order in enumerate(([[3, 5], [7, 9]], [[0, 3], [5, 7], [8, 11]])):
+        with Recorder(tmp_path / f"rank-{rank}.jsonl") as record:
+            record.write_line("step", epoch=0, step=0, order=order)
+    audit = Record(tmp_path).sample_count
+    assert (audit.epochs, audit.seen, audit.twice, audit.missed) == (1, 11, 1, 1)
 
 
 def test_truncated_line_is_ignored(tmp_path: Path) -> None:
@@ -286,7 +318,7 @@ def test_asynchronous_step_ends_with_its_last_share() -> None:
         return {
             "epoch": epoch,
             "step": step,
-            "order": [first, first + 4],
+            "order": [[first, first + 4]],
             "start": start,
             "seconds": seconds,
         }

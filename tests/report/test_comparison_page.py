@@ -26,6 +26,7 @@ from rich.console import Console
 import paragrad
 from paragrad.jobs.find_job import find_job
 from paragrad.record.record import Line, Record
+from paragrad.record.sample_count import count_range_samples
 from paragrad.report import charts, comparison_page, comparison_table, palette, sections
 from paragrad.report.comparison_table import Table, format_bytes, list_columns
 from paragrad.report.timing import measure_step_time
@@ -249,7 +250,7 @@ def goal(record: Record, value: float, milliseconds: float) -> tuple[float, int,
     for line in record.ranks[0]:
         if line["kind"] == "epoch" and line["test"]["value"] >= value:
             used = sum(
-                step["order"][1] - step["order"][0]
+                count_range_samples(step["order"])
                 for step in steps
                 if step["epoch"] <= line["epoch"]
             )
@@ -492,7 +493,7 @@ def written(
                         "start": 5.0 + step,
                         "seconds": 0.5,
                         "loss": [8.0 * loss, 8.0],
-                        "order": [8 * (step % 2), 8 * (step % 2) + 8],
+                        "order": [[8 * (step % 2), 8 * (step % 2) + 8]],
                         "sent": sent or {},
                     }
                 )

@@ -13,6 +13,7 @@ from equality_table import IMAGES, VECTORS, job, mlp, normed_cnn
 
 import paragrad as pg
 from paragrad.record.record import Record
+from paragrad.record.sample_count import count_range_samples
 from paragrad.record.step_log import StepLog
 from paragrad.runtime.world import World
 from paragrad.strategies.registry import strategy
@@ -193,7 +194,7 @@ def test_slow_rank_gets_fewer_samples_and_equals_serial(tmp_path: Path, text: st
     assert (run.sample_count.twice, run.sample_count.missed) == (0, 0)
     record = Record(run.folder)
     orders = [[line["order"] for line in record.select_lines("step", rank)] for rank in range(2)]
-    first, second = ([stop - start for start, stop in each] for each in orders)
+    first, second = (list(map(count_range_samples, each)) for each in orders)
     assert first[0] == second[0]
     assert first[3] > 2 * second[3] > 0
     assert [line["what"] for line in record.select_lines("choice", 0)].count("shares") >= 1
@@ -202,8 +203,7 @@ def test_slow_rank_gets_fewer_samples_and_equals_serial(tmp_path: Path, text: st
 def test_shares_change_only_between_epochs(tmp_path: Path) -> None:
     run = pg.train(vectors(epochs=2), "data(2, shares=auto)", runs=tmp_path, slow="0=5x", pace=0.05)
     counts = [
-        stop - start
-        for start, stop in (line["order"] for line in Record(run.folder).select_lines("step", 0))
+        count_range_samples(line["order"]) for line in Record(run.folder).select_lines("step", 0)
     ]
     assert counts[:3] == [6, 6, 3]
     assert counts[3] == counts[4] < 6

@@ -28,8 +28,8 @@ MAX_STEP_SECONDS = 1e9
 REPORT_KEYS = ("became", "loss", "weight", "seconds", "lr", "sent")
 
 
-def locate_share(validated_run: ValidatedRun, ticket: Ticket) -> list[int]:
-    """Locate a ticket's share in the sample order, in the form of the record.
+def locate_share(validated_run: ValidatedRun, ticket: Ticket) -> list[list[int]]:
+    """List the ranges of a ticket's share in the sample order, in the form of the record.
 
     Args:
         validated_run: the run.
@@ -43,7 +43,7 @@ def locate_share(validated_run: ValidatedRun, ticket: Ticket) -> list[int]:
         validated_run.resolved.division,
         [ticket.share],
     )
-    return batch.recorded_range
+    return batch.recorded_ranges
 
 
 def write_step_line(

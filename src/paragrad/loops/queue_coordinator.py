@@ -572,12 +572,19 @@ class QueueCoordinator(Loop[int]):
         """
 
         @functools.cache
-        def read_written_places(number: int) -> set[tuple[int, ...]]:
+        def read_written_places(number: int) -> set[tuple[int, tuple[Any, ...]]]:
             lines = read_lines(self.folder / f"rank-{number}.jsonl", spans=False)
-            return {(line["step"], *line["order"]) for line in lines if line["kind"] == "step"}
+            return {
+                (line["step"], tuple(map(tuple, line["order"])))
+                for line in lines
+                if line["kind"] == "step"
+            }
 
         for ticket, report, workers in self.unrecorded_shares:
-            place = (ticket.step, *locate_share(self.validated_run, ticket))
+            place = (
+                ticket.step,
+                tuple(map(tuple, locate_share(self.validated_run, ticket))),
+            )
             if not any(place in read_written_places(number) for number in workers):
                 write_step_line(
                     self.folder, self.record.origin, workers[0], self.validated_run, ticket, report

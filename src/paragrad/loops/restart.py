@@ -66,7 +66,7 @@ def resume_from_servers(
             training.log.now(),
             epoch=epoch,
             loss=[loss, weight],
-            order=batch.recorded_range,
+            order=batch.recorded_ranges,
             lr=rate,
             sent={},
         )

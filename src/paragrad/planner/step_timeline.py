@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from paragrad.executors.clock import Span, Timeline, time_schedule
 from paragrad.executors.machine import Cluster, Link, Machine
 from paragrad.record.record import DETAILED_STEPS, Line, Record, read_lines
+from paragrad.record.sample_count import count_range_samples
 from paragrad.schedules.actions import Compute, Program, Recv, Send, Slot
 from paragrad.schedules.pipeline import MicroBatchSchedule, parse_task_slot
 from paragrad.strategies.registry import strategy
@@ -100,10 +101,7 @@ def read_step_timelines(record: Record, turns: range = PREDICTED_STEPS) -> dict[
     steps = [[line for line in each if line["kind"] == "step"] for each in lines.values()]
     timelines = {}
     for turn in range(turns.start, min([turns.stop, *map(len, steps)]) if steps else 0):
-        if (
-            sum(stop - first for first, stop in (each[turn]["order"] for each in steps))
-            < full_batch
-        ):
+        if sum(count_range_samples(each[turn]["order"]) for each in steps) < full_batch:
             continue
         number = steps[0][turn]["step"]
         start = min(each[turn]["start"] for each in steps)

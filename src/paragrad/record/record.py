@@ -9,9 +9,9 @@ Each process appends to its own file. Nothing is stored that can be computed fro
 |            | backend, device, threads, prediction, reverse, machine {cpu, cores, load, torch,   |
 |            | python, paragrad}, resumed {run, step} or null, settings (those that are not the   |
 |            | default), rounds {count, clients, taking, passes, steps} or null                   |
-| step       | epoch, step, start, seconds, loss [sum, weight], order [first, stop], sent {kind:  |
-|            | {bytes, computed}}, lr; noise [|g|^2 of the first micro-batch, its weight, |g|^2   |
-|            | of the mean of all] or null, where measured                                        |
+| step       | epoch, step, start, seconds, loss [sum, weight], order [[first, stop], ...], sent  |
+|            | {kind: {bytes, computed}}, lr; noise [|g|^2 of the first micro-batch, its weight,  |
+|            | |g|^2 of the mean of all] or null, where measured                                  |
 | epoch      | epoch, test {value, weight} or null, start, seconds; sent, where ranks exchange    |
 |            | something for a test; of a round sent in it, clients [those that took part],       |
 |            | samples [of each], lost [those that did not come back]                             |
@@ -54,6 +54,10 @@ the posting of that message; in lane wait, the rank was blocked until it was gon
 receive means that the rank was blocked until it arrived. A step that failed has its spans up to the
 failure, and no line of its own.
 
+Samples: `order` is the ranges of positions in the order of the epoch that this rank computed. A
+rank has one range, or one for each micro-batch of the step. Ranges that meet are written as one. A
+rank whose samples another rank records has none.
+
 Compression: Values that equal those of the previous step are not written, and `read_lines` restores
 them. This concerns the fields of a step, and the spans of a step. Spans are stored as one line
 {kind: spans, step, start, spans [[name, lane, bytes], ...], micros [start, length, ...]}. `micros`
@@ -90,8 +94,9 @@ from paragrad.record.round_counts import (
 from paragrad.record.sample_count import SampleCount, count_epoch_samples
 from paragrad.record.step_times import list_joint_seconds, list_slowest_seconds
 
-# version 1 wrote all fields of each step and a line for each span; it can be read too
-RECORD_SCHEMA = 2
+# Earlier versions can be read too. Version 1 wrote all fields of each step, and a line for each
+# span. Versions 1 and 2 wrote `order` as one range [first, stop].
+RECORD_SCHEMA = 3
 Line = dict[str, Any]
 # steps that are written in detail, as this run counts them; the first two warm up
 DETAILED_STEPS = range(2, 12)
@@ -240,13 +245,21 @@ def read_lines(path: Path, spans: bool = True) -> Iterator[Line]:
     span_names: list[Any] = []
     for line in _read_stored_lines(path, spans):
         if line["kind"] == "step":
-            line = {**last_step, **line}
+            line = _convert_order({**last_step, **line})
             last_step = line
         if line["kind"] == "spans":
             span_names = line.get("spans", span_names)
             yield from _expand_spans(line, span_names)
         else:
             yield line
+
+
+def _convert_order(line: Line) -> Line:
+    """A step line with its `order` as a list of ranges; earlier versions wrote one range."""
+    order = line.get("order")
+    if not order or isinstance(order[0], list):
+        return line
+    return {**line, "order": [order] if order[0] < order[1] else []}
 
 
 def _read_stored_lines(path: Path, spans: bool) -> Iterator[Line]:

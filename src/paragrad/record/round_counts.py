@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 from paragrad.record.sample_count import SampleCount, count_covered_positions
@@ -70,7 +71,7 @@ def count_round_samples(
     twice = 0
     for line in rounds:
         once, repeated = count_covered_positions(
-            each["order"] for each in used.get(line["epoch"], [])
+            chain.from_iterable(each["order"] for each in used.get(line["epoch"], []))
         )
         wanted = wanted + count_client_samples([line], passes)
         used_once = used_once + once

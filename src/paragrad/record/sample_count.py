@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 
@@ -49,6 +50,15 @@ class SampleCount:
         )
 
 
+def count_range_samples(ranges: Iterable[list[int]]) -> int:
+    """Count the samples of the ranges of a step line.
+
+    Args:
+        ranges: The ranges [first, stop], without common positions.
+    """
+    return sum(stop - first for first, stop in ranges)
+
+
 def count_covered_positions(parts: Iterable[list[int]]) -> tuple[int, int]:
     """Count the positions that ranges cover.
 
@@ -88,9 +98,12 @@ def count_epoch_samples(
     epochs = [
         epoch
         for epoch in ended
-        if any(line["order"][0] == 0 < line["order"][1] for line in used.get(epoch, ()))
+        if any(first == 0 for line in used.get(epoch, ()) for first, _ in line["order"])
     ]
-    counts = [count_covered_positions(line["order"] for line in used[epoch]) for epoch in epochs]
+    counts = [
+        count_covered_positions(chain.from_iterable(line["order"] for line in used[epoch]))
+        for epoch in epochs
+    ]
     return SampleCount(
         len(epochs),
         samples,

@@ -53,9 +53,9 @@ def list_joint_seconds(steps: Iterable[list[Line]], window: int | None) -> list[
 
 def _find_step_end(lines: list[Line]) -> float:
     """The time when the last share of a step was done for the first time."""
-    ends: dict[tuple[int, ...], float] = {}
+    ends: dict[tuple[Any, ...], float] = {}
     for line in lines:  # a late share is computed again by another worker
-        share = tuple(line["order"])
+        share = tuple(map(tuple, line["order"]))
         end = line["start"] + line["seconds"]
         ends[share] = min(end, ends.get(share, end))
     return max(ends.values())

@@ -12,6 +12,7 @@ from markupsafe import Markup
 from paragrad.planner.step_timeline import PREDICTED_STEPS
 from paragrad.record.noise_scale import track_noise_scale
 from paragrad.record.record import Record
+from paragrad.record.sample_count import count_range_samples
 from paragrad.report import charts
 from paragrad.report.comparison_table import (
     format_memory_kinds,
@@ -550,7 +551,7 @@ def list_step_losses(record: Record) -> list[tuple[float, float, float]]:
     """
     steps = record.group_step_lines()
     samples = accumulate(
-        sum(line["order"][1] - line["order"][0] for line in lines) for lines in steps
+        sum(count_range_samples(line["order"]) for line in lines) for lines in steps
     )
     return [
         (float(count), float(step), loss)

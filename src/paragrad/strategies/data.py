@@ -39,7 +39,7 @@ class Data(Strategy):
 
         shares: The relative shares of the workers; auto: by the measured pace of each.
 
-        micro: The micro-batches of each share.
+        micro: The micro-batches of a batch; each of them is divided among the workers.
 
         compress: The compressor of the gradients.
 

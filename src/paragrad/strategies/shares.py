@@ -1,15 +1,21 @@
-"""Which rank computes which samples of a batch: shares of ranks, micro-batches of a share.
+"""Which rank computes which samples of a batch: micro-batches of a batch, shares of a micro-batch.
 
-A batch is positions start..stop of the order of the epoch. Every rank gets a contiguous part of it,
-in rank order, by largest remainder. The part is divided into micro-batches. All ranks run the same
-number of micro-batches, so that collectives inside a model (batch norm) and hooks meet. If a rank
-has no micro-batch left, its part is empty; it then runs one sample with weight 0.
+A batch is positions start..stop of the order of the epoch. It is divided into contiguous
+micro-batches, and each of these into contiguous parts of the ranks, in rank order. So a micro-batch
+has the same samples on one rank and on many. Batch norm takes its statistics over it.
+
+The parts of a micro-batch follow the shares, by largest remainder. A rank that got too little in
+earlier micro-batches of the batch gets the next remaining sample first.
+
+All ranks run the same number of micro-batches, so that collectives inside a model (batch norm) and
+hooks meet. If the part of a rank is empty, the rank runs one sample with weight 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from paragrad.schedules.actions import split_evenly
 
@@ -20,7 +26,7 @@ class Division:
 
     Attributes:
         shares: The relative shares, one for each replica.
-        micro: The micro-batches in each share.
+        micro: The micro-batches of a batch.
     """
 
     shares: tuple[int, ...] = (1,)
@@ -62,30 +68,58 @@ def apportion_samples(samples: int, weights: Sequence[int]) -> list[int]:
 
 
 def split_micro_batches(batch: range, division: Division) -> list[list[range]]:
-    """Divide a batch into the parts of every rank in every micro-batch.
+    """Divide a batch into micro-batches, and each of these into the parts of all ranks.
+
+    The micro-batches do not depend on the shares: `serial(micro=m)` and `data(n, micro=m)` have the
+    same ones. With one micro-batch, a part has the samples that `apportion_samples` gives its rank.
 
     Args:
         batch: The positions of the batch.
         division: The shares and the number of micro-batches.
 
     Returns:
-        `[micro][rank] -> range of positions`; parts may be empty.
+        `[micro][rank] -> range of positions`; parts may be empty. The parts of a micro-batch are
+        contiguous, and so are the micro-batches. A batch of fewer samples has fewer micro-batches.
     """
-    counts = apportion_samples(len(batch), division.shares)
-    micro = division.micro
-    starts = [sum(counts[:rank]) for rank in range(len(counts))]
-    micro_count = max(min(micro, count) for count in counts)
-    parts_of_ranks = [
-        [
-            batch[start + part.start : start + part.stop]
-            for part in split_evenly(count, min(micro, count) or 1)
+    micro_count = min(division.micro, len(batch)) or 1
+    counts_so_far = [0] * len(division.shares)
+    micro_batches = []
+    for micro_batch in split_evenly(len(batch), micro_count):
+        counts = _apportion_micro_batch(micro_batch, division.shares, counts_so_far)
+        ends = list(accumulate(counts, initial=micro_batch.start))
+        micro_batches.append([batch[start:stop] for start, stop in pairwise(ends)])
+        counts_so_far = [
+            before + count for before, count in zip(counts_so_far, counts, strict=True)
         ]
-        for start, count in zip(starts, counts, strict=True)
+    return micro_batches
+
+
+def _apportion_micro_batch(
+    micro_batch: range, weights: Sequence[int], counts_so_far: Sequence[int]
+) -> list[int]:
+    """Divide a micro-batch in proportion to weights, by largest remainder, lowest rank first.
+
+    The remainder of a rank is what it lacks of its share of the batch up to here. Otherwise the
+    same rank would get the remaining sample of every micro-batch.
+
+    Args:
+        micro_batch: The places of the micro-batch in the batch.
+        weights: The weight of each rank.
+        counts_so_far: The samples of each rank in the micro-batches before.
+
+    Returns:
+        The samples of each rank.
+    """
+    total = sum(weights)
+    counts = [len(micro_batch) * weight // total for weight in weights]
+    lacking = [
+        micro_batch.stop * weight - total * (before + count)
+        for weight, before, count in zip(weights, counts_so_far, counts, strict=True)
     ]
-    return [
-        [parts[k] if k < len(parts) else parts[-1][:0] for parts in parts_of_ranks]
-        for k in range(micro_count)
-    ]
+    by_remainder = sorted(range(len(weights)), key=lambda rank: (-lacking[rank], rank))
+    for rank in by_remainder[: len(micro_batch) - sum(counts)]:
+        counts[rank] += 1
+    return counts
 
 
 def count_largest_micro_batch(samples: int, division: Division, share: int) -> int:
@@ -96,7 +130,8 @@ def count_largest_micro_batch(samples: int, division: Division, share: int) -> i
         division: The shares and the number of micro-batches.
         share: The number of the share.
     """
-    return max(1, len(split_micro_batches(range(samples), division)[0][share]))
+    parts = split_micro_batches(range(samples), division)
+    return max(1, *(len(parts_of_ranks[share]) for parts_of_ranks in parts))
 
 
 def count_smallest_micro_batch(samples: int, division: Division, per_share: bool = False) -> int:

@@ -329,9 +329,9 @@ class Strategy(Family, abstract=True):
         self.refuse_small_batch(facts.full_batch, requested)
         if division.micro > (most := max(apportion_samples(facts.full_batch, division.shares))):
             raise Refused(
-                f"{requested} cuts shares into {division.micro} micro-batches, and the largest of "
-                f"a full batch has {most} sample(s); give micro of at most {most}, or a larger "
-                "batch"
+                f"{requested} cuts batches into {division.micro} micro-batches, and the largest "
+                f"share of a full batch has {most} sample(s); give micro of at most {most}, or a "
+                "larger batch"
             )
         if division.micro > 1 and facts.micro_batch_refusal:
             raise Refused(f"job {facts.job}: {facts.micro_batch_refusal}")

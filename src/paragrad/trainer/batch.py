@@ -51,10 +51,15 @@ class Batch:
         return list(chain.from_iterable(each.places for each in self.micro_batches))
 
     @property
-    def recorded_range(self) -> list[int]:
-        """[first, stop] of this rank's positions, which are contiguous."""
-        positions = [position for each in self.micro_batches for position in each.positions]
-        return [min(positions), max(positions) + 1] if positions else [0, 0]
+    def recorded_ranges(self) -> list[list[int]]:
+        """The ranges [first, stop] of this rank's positions, as few as possible, in their order."""
+        ranges: list[list[int]] = []
+        for position in sorted(chain.from_iterable(each.positions for each in self.micro_batches)):
+            if ranges and ranges[-1][1] == position:
+                ranges[-1][1] = position + 1
+            else:
+                ranges.append([position, position + 1])
+        return ranges
 
     def take_first_samples(
         self, count: int, division: Division, replicas: Sequence[int]

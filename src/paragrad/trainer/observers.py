@@ -105,7 +105,7 @@ class RecordObserver(StepObserver):
             training.feed.load_start,
             epoch=batch.epoch,
             loss=[sums.loss, sums.weight] if is_recorded else [0.0, 0.0],
-            order=batch.recorded_range if is_recorded else [0, 0],
+            order=batch.recorded_ranges if is_recorded else [],
             lr=rate,
             sent=dict(exchange.sent_bytes),
             **training.noise.record_entry,

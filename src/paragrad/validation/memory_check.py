@@ -17,7 +17,7 @@ from paragrad.runtime.generators import keep_generators
 from paragrad.runtime.launcher_env import read_available_memory
 from paragrad.runtime.rendezvous import get_launched_size
 from paragrad.strategies.pipeline import PartitionedStrategy
-from paragrad.strategies.shares import MicroBatch, apportion_samples
+from paragrad.strategies.shares import MicroBatch, count_largest_micro_batch
 from paragrad.strategies.strategy import Strategy, list_factors
 from paragrad.validation.inspect_job import JobInspection
 
@@ -66,8 +66,10 @@ def refuse_insufficient_memory(
     model = inspection.trained_elements * job.parameter_dtype.itemsize
     full_batch = min(job.batch, inspection.samples)
     micro = resolved.division.micro
-    largest = -(-max(apportion_samples(full_batch, resolved.division.shares)) // micro)
-
+    largest = max(
+        count_largest_micro_batch(full_batch, resolved.division, share)
+        for share in range(len(resolved.division.shares))
+    )
     saved_samples = min(
         full_batch,
         largest

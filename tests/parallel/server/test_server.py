@@ -1145,8 +1145,8 @@ def test_applied_share_without_a_worker_record_is_audited(
         for number in (4, 5, 6)
         for line in read_lines(tmp_path / f"rank-{number}.jsonl")
     ]
-    mine = [(4, 1, [18, 24], [12.0, 6.0])] if became == ALREADY_APPLIED else []
-    assert found == (mine if wrote is None else [(wrote, 1, [18, 24], [6.0, 6.0])])
+    mine = [(4, 1, [[18, 24]], [12.0, 6.0])] if became == ALREADY_APPLIED else []
+    assert found == (mine if wrote is None else [(wrote, 1, [[18, 24]], [6.0, 6.0])])
 
 
 def raising(output: Tensor, target: Tensor) -> Tensor:
