@@ -1,4 +1,7 @@
-"""Evaluate a metric over a dataset. The ranks divide the samples: each counts once, no padding."""
+"""Evaluate a metric over a dataset. The ranks divide the samples: each counts once, no padding.
+
+Which samples are collated together, and which rank evaluates them: `evaluation_batches.py`.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +14,19 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from paragrad.datasets.loader_processes import load_batches
 from paragrad.datasets.loading import Samples, clone_batch, convert_batch, separate_target
 from paragrad.engine.layout import Layout, check_loss_ranks
 from paragrad.engine.probe import use_model_eval_mode
 from paragrad.engine.state.preserve_state import preserve_all_state
 from paragrad.errors import StepFailed, describe_error
 from paragrad.jobs.loss import LossModule, call_model
-from paragrad.schedules.actions import split_evenly
 from paragrad.strategies.shares import Division, count_largest_micro_batch
+from paragrad.trainer.evaluation_batches import (
+    MAX_EVALUATION_BATCH,
+    EvaluationPlan,
+    iterate_evaluation_batches,
+)
 from paragrad.trainer.setup import Setup
-
-EVALUATION_BATCH = 256  # the largest number of samples that are evaluated at once
 
 Metric = Callable[[Any, Any], tuple[Any, Any]]  # f(output, target) -> (sum, weight)
 Returned = TypeVar("Returned")
@@ -34,7 +38,8 @@ def evaluate_dataset(
     metric: Metric | None,
     dtype: torch.dtype | None,
     loaders: int = 0,
-    batch_with_gradients: int = EVALUATION_BATCH,
+    test_batch: int = MAX_EVALUATION_BATCH,
+    batch_with_gradients: int = MAX_EVALUATION_BATCH,
     part: tuple[int, int] | None = None,
 ) -> dict[str, float]:
     """Evaluate the metric, or the loss if there is no metric, over all samples and ranks.
@@ -55,6 +60,8 @@ def evaluate_dataset(
 
         loaders: The number of processes that load ahead.
 
+        test_batch: Samples that are collated together (`evaluation_batches.choose_test_batch`).
+
         batch_with_gradients: Samples at once where gradients are needed, the same on all ranks of a
             replica.
 
@@ -70,22 +77,22 @@ def evaluate_dataset(
     gradients = metric is None and module.uses_graph_divisor
     outputs = passes.compute_outputs if passes else make_whole_model_outputs(module)
     which, parts = part or (world.rank, world.size)
-    batch_with_gradients = batch_with_gradients if gradients else EVALUATION_BATCH
-    positions = split_evenly(len(samples), parts)[which]
-    batches = [
-        list(positions[start : start + batch_with_gradients])
-        for start in range(0, len(positions), batch_with_gradients)
-    ]
-    fetched = load_batches(samples, ((0, indices) for indices in batches), loaders)
+    plan = EvaluationPlan(
+        len(samples),
+        test_batch,
+        batch_with_gradients if gradients else MAX_EVALUATION_BATCH,
+        which,
+        parts,
+    )
+    batches = iterate_evaluation_batches(samples, plan, loaders)
     score = functools.partial(score_batches, module, outputs, metric)
     concurrent = count_concurrent_batches(module, metric, passes.batches_in_flight) if passes else 1
-    for start in range(0, len(batches), concurrent):
-        places = batches[start : start + concurrent]
-        given = [
-            separate_target(convert_batch(each, world.device, dtype))
-            for each in itertools.islice(fetched, concurrent)
-        ]
-        kept = clone_batch(given) if start == 0 else None
+    is_first = True
+    while group := list(itertools.islice(batches, concurrent)):
+        places = [positions for positions, _ in group]
+        given = [separate_target(convert_batch(each, world.device, dtype)) for _, each in group]
+        kept = clone_batch(given) if is_first else None
+        is_first = False
         try:
             batch_sums = score(given, places, gradients)
         except RuntimeError:
@@ -137,9 +144,9 @@ def choose_evaluation_batch(batch: int, division: Division, share: int) -> int:
         share: The index of the rank's share.
     """
     return (
-        min(EVALUATION_BATCH, count_largest_micro_batch(batch, division, share))
+        min(MAX_EVALUATION_BATCH, count_largest_micro_batch(batch, division, share))
         if batch
-        else EVALUATION_BATCH
+        else MAX_EVALUATION_BATCH
     )
 
 

@@ -36,6 +36,7 @@ from paragrad.trainer.batch import make_rank_batch
 from paragrad.trainer.checkpoint import trainer_snapshot
 from paragrad.trainer.checkpoint.checkpoint_files import agree_on_newest_checkpoint
 from paragrad.trainer.evaluation import Metric, choose_evaluation_batch, evaluate_dataset
+from paragrad.trainer.evaluation_batches import choose_test_batch
 from paragrad.trainer.first_step.first_step import FirstStep
 from paragrad.trainer.model_partition import is_shared_per_host
 from paragrad.trainer.observers import NoiseObserver, PaceObserver, RecordObserver
@@ -358,6 +359,7 @@ class Trainer:
                 metric,
                 training.feed.dtype,
                 loaders,
+                choose_test_batch(state.batch_size),
                 choose_evaluation_batch(
                     state.batch_size, self.strategy.division, state.replicas[0]
                 ),

@@ -26,10 +26,11 @@ from paragrad.schedules.pipeline import MicroBatchSchedule, OneFOneB
 from paragrad.strategies.pipeline import PartitionedStrategy
 from paragrad.strategies.strategy import Strategy, list_factors
 from paragrad.trainer.batch import make_rank_batch
-from paragrad.trainer.evaluation import (
-    EVALUATION_BATCH,
-    choose_evaluation_batch,
-    count_concurrent_batches,
+from paragrad.trainer.evaluation import choose_evaluation_batch, count_concurrent_batches
+from paragrad.trainer.evaluation_batches import (
+    MAX_EVALUATION_BATCH,
+    EvaluationPlan,
+    choose_test_batch,
 )
 from paragrad.validation.inspect_job import JobInspection
 
@@ -230,15 +231,19 @@ def _forecast_stages(
     test_memory = None
     if job.test is not None:
         tests = job.make_samples(open_dataset(job.test, data))
-        test_samples = -(-inspection.test_samples // len(resolved.division.shares))
+        full_batch = len(inspection.order.get_batch(0))
         # The graph of the loss also gives its weight in a test.
         uses_graph = job.metric is None and module.uses_graph_divisor
-        batch = (
-            choose_evaluation_batch(len(inspection.order.get_batch(0)), resolved.division, replica)
+        plan = EvaluationPlan(
+            inspection.test_samples,
+            choose_test_batch(full_batch),
+            choose_evaluation_batch(full_batch, resolved.division, replica)
             if uses_graph
-            else EVALUATION_BATCH
+            else MAX_EVALUATION_BATCH,
+            parts=len(resolved.division.shares),
         )
-        count = min(batch, test_samples)
+        test_sizes = plan.list_part_sizes(is_collated=job.collate is not None)
+        count = max(test_sizes)
         inputs, _ = separate_target(
             convert_batch(tests[0, list(range(count))], CPU, job.parameter_dtype)
         )
@@ -247,7 +252,7 @@ def _forecast_stages(
         in_flight = schedule.pad_micro_count(
             min(
                 count_concurrent_batches(module, job.metric, parts.micro_batch_schedule.micro),
-                -(-test_samples // batch),
+                len(test_sizes),
             ),
             parts.size,
         )
