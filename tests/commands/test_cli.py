@@ -432,6 +432,13 @@ def test_draw_the_stages_of_a_model(tmp_path: Path) -> None:
     assert "1 to 2 (650 parameters)" in texts
 
 
+def test_draw_stages_beside_a_small_share() -> None:
+    """The first replica has no sample in the first micro-batch."""
+    words = ("draw", "data(2, shares=[1, 30]) * pipeline(2, micro=4)", "--job", "digits")
+    table, _ = paragrad(*words, "--batch", "32").split("\n\n")
+    assert len(table.splitlines()) == 4
+
+
 def test_draw_several_schedules() -> None:
     """Why there are pipelines: in place nobody works beside anybody."""
     one, other = paragrad("draw", "place(2); pipeline(2, micro=2)").split("\n\n")

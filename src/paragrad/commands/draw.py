@@ -128,7 +128,9 @@ def _apply_to_model(
     with keep_generators():
         inspection = inspect_job(job, data)
         job = inspection.prepare_job(job)
-        first = split_micro_batches(inspection.order.get_batch(0), chosen.division)[0][0]
+        micro_batches = split_micro_batches(inspection.order.get_batch(0), chosen.division)
+        # the part of a small share may be empty
+        first = next(part for part in micro_batches[0] if part)
         samples = job.make_samples(open_dataset(job.train, data))[
             0, inspection.order.get_indices(0, first)
         ]

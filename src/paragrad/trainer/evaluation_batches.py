@@ -59,8 +59,8 @@ class EvaluationPlan:
     @property
     def whole_batches(self) -> list[range]:
         """The test batches that this rank evaluates alone."""
-        dealt = len(self.test_batches) // self.parts * self.parts
-        return self.test_batches[self.part : dealt : self.parts]
+        stop = len(self.test_batches) // self.parts * self.parts
+        return self.test_batches[self.part : stop : self.parts]
 
     @property
     def remaining_batches(self) -> list[range]:

@@ -92,7 +92,7 @@ class TrainingState:
 
         batch_size: The size of the global batch, once it is known; otherwise 0.
 
-        micro_batch_samples: The samples of this rank's first micro-batch; 0 before it.
+        micro_batch_samples: The samples of the largest micro-batch of this rank; 0 before it.
 
         division: The division of a global batch among the replicas.
 
@@ -182,7 +182,7 @@ class TrainingState:
         self.batch_size = batch_size
 
     def keep_micro_batch(self, samples: int) -> None:
-        """Keep the size of the first micro-batch.
+        """Keep the size of the largest micro-batch.
 
         Args:
             samples: The number of its samples on this rank.
@@ -634,7 +634,7 @@ class Training:
 
         Args:
             probe: What the ranks found together.
-            samples: The samples of the first micro-batch of this rank.
+            samples: The samples of the largest micro-batch of this rank.
         """
         self.setup = replace(self.setup, draws=probe.draws, probe=probe)
         self.state.keep_micro_batch(samples)

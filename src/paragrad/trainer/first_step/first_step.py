@@ -164,7 +164,7 @@ class FirstStep:
             if validation_probe
             else probe_first_micro_batch(training, batch, inputs, target)
         )
-        training.adopt_probe(probe, len(batch.micro_batches[0].positions))
+        training.adopt_probe(probe, max(len(each.positions) for each in batch.micro_batches))
         is_exact_split, is_skipped = training.is_exact_split, training.options.skip_first_step_check
         if (draw := probe.draws.layout_dependence) and (is_exact_split or is_skipped):
             training.log.write_choice("random", "by layout", draw)
