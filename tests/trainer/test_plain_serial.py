@@ -77,6 +77,7 @@ def assert_bit_equal(ours: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
     assert [name for name, each in plain.items() if not torch.equal(ours[name], each)] == []
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", JOBS)
 def test_serial_is_the_plain_loop(name: str, dtype: torch.dtype) -> None:
@@ -200,6 +201,7 @@ HOOKED: dict[str, Callable[[int], nn.Module]] = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("first", [0, 11])
 @pytest.mark.parametrize("name", HOOKED)
@@ -226,6 +228,7 @@ def test_hooks_of_a_model_with_batch_norm_run_once(name: str) -> None:
     assert_bit_equal(ours, plain)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", HOOKED)
 def test_hooks_in_a_loop_of_ones_own(name: str) -> None:
     job = make_job("hooked", lambda: HOOKED[name](3), VECTORS)
@@ -241,6 +244,7 @@ def test_hooks_in_a_loop_of_ones_own(name: str) -> None:
 
 
 # ---- where the batch is split ------------------------------------------------------------------
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -264,6 +268,7 @@ def test_optimizers_in_backward_are_refused_by_name(strategy: str, tmp_path: Pat
     assert caught.value.tensor == "0.weight, 0.bias, 2.weight"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [
@@ -288,6 +293,7 @@ def test_hooks_on_accumulated_gradients_are_refused_in_micro_batches(tmp_path: P
         pg.train(job, "serial(micro=3)", runs=tmp_path)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("strategy", ["data(2, reduce=ring)", "serial(micro=3)", "server(2)"])
 @pytest.mark.parametrize("name", ["tensor, clips", "post-accumulate, clips", "tensor, by its norm"])
 def test_hooks_that_clip_end_the_run_by_name(name: str, strategy: str, tmp_path: Path) -> None:

@@ -125,6 +125,7 @@ LATE_MODELS: dict[str, pg.Job] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize("strategy", ["data(2, reduce=ring)", "data(2, state=shared_memory)"])
 @pytest.mark.parametrize("name", LATE_MODELS)
@@ -189,6 +190,7 @@ def build_faulty(
     return build
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("strategy", STRATEGIES[:5])
 @pytest.mark.parametrize("change", [scale_update, scale_momentum])
 def test_updates_that_go_wrong_later_are_named(
@@ -221,6 +223,7 @@ def test_a_miss_names_the_checkpoint_before_it(tmp_path: Path) -> None:
 
 
 # ---- right runs --------------------------------------------------------------------------------
+@pytest.mark.sample(3)
 @pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_right_runs_compare_steps_to_the_end(strategy: str, tmp_path: Path) -> None:
@@ -281,6 +284,7 @@ def test_verify_compares_late_steps(tmp_path: Path) -> None:
     assert certificate.first[1] >= 25
 
 
+@pytest.mark.sample(3)
 @pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_verify_of_late_steps_goes_on_from_the_state(strategy: str, tmp_path: Path) -> None:
