@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from equality_table import IMAGES, VECTORS, normed_cnn
+from equality_table import IMAGES, VECTORS, mlp, momentum, normed_cnn
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
@@ -825,3 +825,24 @@ def test_train_and_compare_from_a_notebook(tmp_path: Path) -> None:
         if output.get("name") == "stdout"
     )
     assert text.startswith("30 of 30 samples seen")
+
+
+def checked_steps(world: World, strategy: str) -> list[int]:
+    """The steps of a loop of one's own that were compared."""
+    model = mlp()
+    optimizer = momentum(model.parameters())
+    compared = []
+    with pg.parallelize(model, functional.cross_entropy, optimizer, strategy, seed=5) as trainer:
+        for inputs, target in trainer.batches(VECTORS, 4, 0):
+            if trainer.steps == 5:
+                trainer.check_next_step()
+            trainer.step(inputs, target)
+            if trainer.first_step.schedule.last_equal == trainer.steps - 1:
+                compared.append(trainer.steps - 1)
+    return compared
+
+
+@pytest.mark.parametrize("strategy", ["data(2, reduce=ring)", "tensor(2)"])
+def test_a_loop_of_ones_own_compares_later_steps(pool: Launcher, strategy: str) -> None:
+    """Only the loss was compared after the first step, and of a divided model nothing."""
+    assert pool.run(checked_steps, strategy, size=2) == [[0, 1, 3, 5, 7]] * 2

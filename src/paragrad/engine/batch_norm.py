@@ -170,17 +170,24 @@ class BatchNorm:
         self.model = model
 
     @contextmanager
-    def use_probe_mode(self) -> Iterator[None]:
+    def use_probe_mode(self, records_calls: bool = False) -> Iterator[None]:
         """Enter the context to inspect the model on this rank only.
 
         No statistics are gathered, and a part of one sample is not an error.
+
+        Args:
+            records_calls: Whether calls that normalize each sample by itself are added to
+                `per_sample_calls`. All ranks must then agree on them (`adopt_per_sample_calls`).
         """
         self.is_probing, was_probing = True, self.is_probing
+        calls = set(self.per_sample_calls)
         try:
             with self:
                 yield
         finally:
             self.is_probing = was_probing
+            if not records_calls:
+                self.per_sample_calls = calls
 
     def adopt_per_sample_calls(self, per_sample_calls: set[int]) -> None:
         """Use the calls that all ranks found to need no statistics of other ranks.

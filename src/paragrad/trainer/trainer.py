@@ -290,6 +290,14 @@ class Trainer:
         """
         return self.training.make_step(inputs, target)
 
+    def check_next_step(self) -> None:
+        """Compare the next step with one worker's, besides the steps that are compared anyway.
+
+        All ranks call this, for example before the last step and before each step after which the
+        loop saves.
+        """
+        self.training.state.request_check()
+
     def prepare_without_step(self, inputs: Any, target: Any) -> None:
         """Probe the model on the last batch, and set up the exchange, without a step. Collective.
 

@@ -221,10 +221,8 @@ class FirstStep:
             what = "later step" if training.state.own_steps else "first step"
             training.log.write_choice(what, "not checked", reason)
             if training.log.recorder is None:  # the user's own loop has no record
-                warnings.warn(
-                    f"step {training.state.steps} is not compared with one worker's: {reason}",
-                    stacklevel=2,
-                )
+                what = "a later step" if training.state.own_steps else "the first step"
+                warnings.warn(f"{what} is not compared with one worker's: {reason}", stacklevel=2)
             return
         state_before = ModuleSnapshot(
             training.module,

@@ -126,7 +126,10 @@ def _take_turns(training: Training) -> Iterator[bool]:
 def _probe_on_rank(
     training: Training, batch: Batch, inputs: Any, target: Any, samples: int, as_loaded: bool
 ) -> Probe:
-    with preserve_all_state(training.module), training.batch_norm.use_probe_mode():
+    with (
+        preserve_all_state(training.module),
+        training.batch_norm.use_probe_mode(records_calls=True),
+    ):
         with training.use_autocast():
             probe = probe_model(
                 training.module,

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from paragrad.engine.layout import OptimizerState
 from paragrad.engine.optimizer.optimizer_state import select_global_state
 from paragrad.errors import describe_error
+from paragrad.runtime.launcher_env import read_available_memory
 from paragrad.trainer.first_step.step_result import Gap
 from paragrad.trainer.training import Training
 
@@ -239,6 +240,8 @@ def make_reference_update(
     if reason := explain_no_copy(optimizer, group_names, bool(setup.strategy.servers)):
         return reason
     assert group_names is not None
+    if reason := training.world.broadcast_object(_explain_no_room(training)):
+        return str(reason)
     gradients = setup.shard_layout.gather_serial_tensors(
         training.exchange.gather_mean_gradients(), on_all_ranks=False
     )
@@ -251,6 +254,19 @@ def make_reference_update(
             outcome = f"a copy of {type(optimizer).__name__} raised {describe_error(error)}"
     reason = training.world.broadcast_object(outcome if isinstance(outcome, str) else None)
     return reason or outcome
+
+
+def _explain_no_room(training: Training) -> str | None:
+    """Explain why rank 0 has no memory for copies of all parameters and their state."""
+    available = read_available_memory() if training.world.device.type == "cpu" else None
+    parameters = sum(
+        each.numel() * each.element_size() for each in training.setup.empty_model.parameters()
+    )
+    # before and after the update, twice, and gradients; Adam's state is twice the parameters
+    needed = 14 * parameters
+    if available is None or needed <= available:
+        return None
+    return f"copies want about {needed >> 20} MiB on rank 0, and {available >> 20} MiB are left"
 
 
 def _run_reference_update(
