@@ -35,6 +35,8 @@ EXCEPTIONS: dict[str, str] = {}
 def test_serial_is_the_plain_loop(row: Row, dtype: torch.dtype) -> None:
     """20 steps from the same start, with the same batches and the same keyed draws."""
     made = job(row).replace(dtype=dtype)
+    if not hasattr(made.train, "__len__") and not callable(made.train):
+        pytest.skip("every strategy refuses a dataset without a length")
     dataset = open_dataset(made.train, None)
     order = made.make_order(len(dataset))
     places = list_first_batches(order, STEPS)
