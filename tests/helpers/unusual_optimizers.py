@@ -71,3 +71,33 @@ class Langevin(torch.optim.SGD):
                     numpy.random.randn(*parameter.shape)
                 )
                 parameter.add_(0.01 * noise)
+
+
+class DistanceSgd(torch.optim.Optimizer):
+    """Prodigy in ten lines: the rate is an estimate of the distance to the solution.
+
+    The estimate is a number of the group. It is a ratio of sums over all parameters, and it grows
+    only if gradients keep their direction.
+    """
+
+    def __init__(self, parameters: object, lr: float = 1.0) -> None:
+        defaults = {"lr": lr, "distance": 1e-3, "numerator": 0.0}
+        super().__init__(parameters, defaults)  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            total = 0.0
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    start = state.setdefault("start", parameter.clone())
+                    gradients = state.setdefault("sum", torch.zeros_like(parameter))
+                    gradients.add_(parameter.grad)
+                    group["numerator"] += float((parameter.grad * (start - parameter)).sum())
+                    total += float(gradients.abs().sum())
+            if total:
+                group["distance"] = max(group["distance"], group["numerator"] / total)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(group["lr"] * group["distance"] * parameter.grad)

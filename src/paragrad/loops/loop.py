@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
 from paragrad.datasets.loading import separate_target
+from paragrad.engine.optimizer.optimizer_state import get_learning_rate
 from paragrad.trainer.step_observer import StepResult
 from paragrad.trainer.trainer import Trainer
 
@@ -98,7 +99,7 @@ class BatchLoop(Loop[Segment]):
         for batch in batches:
             if self.needs_check:
                 self.training.state.request_check()
-            rate = float(self.trainer.optimizer.param_groups[0]["lr"])
+            rate = get_learning_rate(self.trainer.optimizer)
             result = self.trainer.step(*separate_target(batch))
             if not self.end_step(segment, result, rate):
                 return False

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from paragrad.datasets.sample_order import SampleOrder
+from paragrad.engine.optimizer.optimizer_state import get_learning_rate
 from paragrad.parallel.server.endpoints import ServerEndpoints
 from paragrad.parallel.server.worker_exchange import WorkerExchange
 from paragrad.record.record import read_lines
@@ -40,9 +41,9 @@ def resume_from_servers(
         assert isinstance(training.exchange, WorkerExchange)
         training.exchange.adopt_server_state()
     state.allow_early_scheduling()
-    rate = get_learning_rate(training)
+    rate = get_learning_rate(state.optimizer)
     for step in range(state.steps, endpoints.step if state.scheduler is not None else 0):
-        rate = get_learning_rate(training)
+        rate = get_learning_rate(state.optimizer)
         training.draw_alike("schedule", step, state.scheduler.step)
     state.move_to(endpoints.step)
     lines = read_lines(folder / f"rank-{training.world.rank}.jsonl", spans=False)
@@ -90,8 +91,3 @@ def use_temporary_exchange(training: Training) -> Iterator[None]:
         yield
     finally:
         close_exchange(training)
-
-
-def get_learning_rate(training: Training) -> float:
-    """Return the learning rate of the first group."""
-    return float(training.state.optimizer.param_groups[0]["lr"])

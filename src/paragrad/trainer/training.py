@@ -28,7 +28,10 @@ from paragrad.engine.exchange import (
 )
 from paragrad.engine.gradient_noise import GradientNorms
 from paragrad.engine.layout import Layout, OptimizerState, check_loss_ranks
-from paragrad.engine.optimizer.optimizer_state import copy_optimizer_attributes
+from paragrad.engine.optimizer.optimizer_state import (
+    copy_optimizer_attributes,
+    get_learning_rate,
+)
 from paragrad.engine.passes import COUNTED_STEPS, LossSums, enter_pass_contexts, run_passes
 from paragrad.engine.probe import Probe
 from paragrad.engine.rng.draws import (
@@ -371,7 +374,7 @@ class Training:
                         weight = first_step.resolve_weight(
                             batch, inputs, target, weight, doubtful_weight
                         )
-                    rate = float(state.optimizer.param_groups[0]["lr"])
+                    rate = get_learning_rate(state.optimizer)
                     loss = self.take_mean(sums, totals, weight)
                     for each in self.observers:
                         each.observe_mean_gradients(loss, weight)

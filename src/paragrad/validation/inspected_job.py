@@ -44,9 +44,7 @@ class InspectedOptimizer(OptimizerFacts):
 
     @cached_property
     def update_granularity(self) -> str:
-        return find_update_granularity(
-            self._instance, known_elementwise=type(self._instance) in FOREACH_OPTIMIZERS
-        )
+        return find_update_granularity(self._instance)
 
     @cached_property
     def has_modes(self) -> bool:

@@ -19,7 +19,6 @@ from paragrad.datasets.loading import convert_batch, separate_target
 from paragrad.engine.gradient_noise import explain_no_measurement
 from paragrad.engine.layout import build_empty_model
 from paragrad.engine.optimizer.update_probe import find_update_granularity
-from paragrad.engine.optimizer.update_slices import FOREACH_OPTIMIZERS
 from paragrad.engine.state.preserve_state import preserve_all_state
 from paragrad.errors import Refused, StepFailed
 from paragrad.executors.proof import GOALS, check_schedule
@@ -539,9 +538,7 @@ def check_partitioning(
             refuse_unfit_optimizer(
                 requested,
                 optimizer,
-                find_update_granularity(
-                    optimizer, known_elementwise=type(optimizer) in FOREACH_OPTIMIZERS
-                ),
+                find_update_granularity(optimizer),
                 min(granularities, key=UPDATE_GRANULARITIES.index),
             )
         refuse_parameter_views(module.model)

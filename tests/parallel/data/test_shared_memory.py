@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 from torch.utils.data import TensorDataset
-from unusual_optimizers import Averaging, Langevin, NormedSgd
+from unusual_optimizers import Averaging, DistanceSgd, Langevin, NormedSgd
 
 from paragrad import Job, RankFailed, Refused, parallelize, train, verify
 from paragrad.datasets.loading import convert_batch, separate_target
@@ -169,6 +169,7 @@ OPTIMIZERS: dict[str, Callable[[object], torch.optim.Optimizer]] = {
     "lr 0 at first": lambda parameters: torch.optim.SGD(parameters, lr=0.0),
     "loop asked for": lambda parameters: torch.optim.Adam(parameters, lr=1e-2, foreach=False),
     "Lookahead": lambda parameters: Lookahead(torch.optim.SGD(parameters, lr=0.1)),
+    "distance as a rate": DistanceSgd,
     "Langevin": lambda parameters: Langevin(parameters, lr=1e-2),
 }
 

@@ -64,6 +64,15 @@ def list_unsaved_state(
     ]
 
 
+def get_learning_rate(optimizer: torch.optim.Optimizer) -> float:
+    """Return the learning rate of the first group; 0 if the optimizer has no rate.
+
+    Args:
+        optimizer: The optimizer.
+    """
+    return float(optimizer.param_groups[0].get("lr") or 0.0)
+
+
 def load_parameter_state(
     optimizer: torch.optim.Optimizer, parameter: Tensor, state: Mapping[str, Any]
 ) -> None:

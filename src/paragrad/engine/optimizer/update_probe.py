@@ -6,17 +6,35 @@ copies of the weights, and it may draw random numbers.
 
 from __future__ import annotations
 
-import copy
-from collections import defaultdict
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import optimizer as of_torch
 
-from paragrad.engine.optimizer.modes import has_modes, set_optimizer_mode
+from paragrad.engine.optimizer.modes import has_modes
+from paragrad.engine.optimizer.update_trial import (
+    GRADIENT_SEQUENCES,
+    TINY_SIZE,
+    UNKNOWN,
+    Gradients,
+    TrialGroup,
+    TrialParameter,
+    TrialResult,
+    build_trial_groups,
+    choose_corner_sizes,
+    choose_largest,
+    copy_corner,
+    list_parameters,
+    run_trial_step,
+    run_with_gradients,
+    run_with_sequence,
+    slice_piece,
+    start_trial,
+)
+from paragrad.engine.state.values import is_same_value
 from paragrad.runtime.generators import (
     fingerprint_generators,
     keep_generators,
@@ -25,56 +43,43 @@ from paragrad.strategies.strategy import PER_ELEMENT, PER_TENSOR, WHOLE_MODEL
 
 # Largest size of a dimension in a trial. Known optimizers factor a matrix from 128 on.
 TRIAL_SIZE = 160
-# The same for classes that are known to update element by element. They are tested for one step.
-SHORT_TRIAL_SIZE = 8
-# scale of the gradients in each step, so that clipping inside of an optimizer has an effect
-GRADIENT_SCALES = (1.0, 1e3, 1e-3, 1.0, 1.0, 1.0, 1.0)
+# Some optimizers begin to look at whole tensors after 25 steps. With tiny parameters the sequences
+# are repeated.
+TINY_REPEATS = 4
 # steps: some optimizers write their copies into the parameters only every few steps
 COPY_TRIAL_STEPS = 12
 # share of a move by other code that must remain after one more step; weight decay leaves more
 REMAINING_SHARE = 0.85
-TensorGroups = list[list[Tensor]]
+# Classes of torch whose step works element by element, whatever their options are. The exact type
+# counts: a subclass may have another step.
+ELEMENTWISE_OPTIMIZERS = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.ASGD,
+    torch.optim.Rprop,
+)
 
 
-@dataclass
-class TrialParameter:
-    """A small parameter and its optimizer state before the first step.
-
-    Attributes:
-        values: The values of the parameter.
-        state: The optimizer state of the parameter.
-    """
-
-    values: Tensor
-    state: dict[str, Any]
-
-    def slice_piece(self, which: int) -> TrialParameter:
-        """Return the first third of the elements (0) or the rest (1) as a flat parameter.
-
-        Args:
-            which: 0 or 1.
-        """
-        state = {
-            entry: _slice_piece(value, which)
-            if isinstance(value, Tensor) and value.dim()
-            else value
-            for entry, value in self.state.items()
-        }
-        return TrialParameter(_slice_piece(self.values, which), state)
-
-
-def find_update_granularity(
-    optimizer: torch.optim.Optimizer, known_elementwise: bool = False
-) -> str:
+def find_update_granularity(optimizer: torch.optim.Optimizer) -> str:
     """Test whether an optimizer updates element by element or tensor by tensor.
+
+    Classes of torch are known by their exact type. Of others, a small copy makes some steps. The
+    parameters, their state and the numbers of the groups must be the same whether the parameters
+    are whole or in pieces. Numbers that depend on the gradients belong to whatever they were
+    computed from, so an optimizer with such a number does not update element by element.
 
     An optimizer with hooks, or with a step method set on the object, is not tested: these may hold
     the real parameters. An update that draws random numbers depends on the order of all parameters.
 
     Args:
         optimizer: The optimizer.
-        known_elementwise: Its class is known to update element by element, so a short test is
-            enough.
 
     Returns:
         PER_ELEMENT: any piece of a parameter can be updated alone. PER_TENSOR: each parameter can
@@ -82,40 +87,232 @@ def find_update_granularity(
     """
     if find_step_hook(optimizer):
         return WHOLE_MODEL
-    generator = torch.Generator().manual_seed(0)
-    size = SHORT_TRIAL_SIZE if known_elementwise else TRIAL_SIZE
-    scales = GRADIENT_SCALES[:1] if known_elementwise else GRADIENT_SCALES
-
-    def draw(shape: torch.Size) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
+    if _is_known_elementwise(optimizer):
+        return PER_ELEMENT
     with keep_generators():
         states_before = fingerprint_generators()
-        groups = [
-            [
-                TrialParameter(
-                    draw(_copy_corner_float64(parameter, size).shape),
-                    {
-                        entry: _copy_corner_float64(value, size)
-                        for entry, value in optimizer.state.get(parameter, {}).items()
-                    },
-                )
-                for parameter in _choose_largest(group["params"], 1 if known_elementwise else 2)
-            ]
-            for group in optimizer.param_groups
-        ]
-        gradients = [
-            [[scale * draw(each.values.shape) for each in group] for group in groups]
-            for scale in scales
-        ]
-        for kind, is_kind in ((PER_ELEMENT, _is_elementwise), (PER_TENSOR, _is_tensorwise)):
-            try:
-                if is_kind(optimizer, groups, gradients):
-                    return WHOLE_MODEL if fingerprint_generators() != states_before else kind
-            # an unknown step may raise anything on such parameters: then it is not of this kind
-            except Exception:
-                continue
+        # Tiny parameters first: most optimizers that look at more than elements show it there, and
+        # those that are slow on large parameters are among them.
+        granularity = _try_granularity(optimizer, TINY_SIZE, TINY_REPEATS)
+        if granularity in (PER_ELEMENT, None):
+            granularity = _try_granularity(optimizer, TRIAL_SIZE) or WHOLE_MODEL
+        return WHOLE_MODEL if fingerprint_generators() != states_before else granularity
+
+
+def _is_known_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether this is a class of torch that updates element by element.
+
+    An object on which other code has put attributes is not known.
+    """
+    return type(optimizer) in ELEMENTWISE_OPTIMIZERS and all(
+        name.startswith("_") or name in ("defaults", "state", "param_groups", "step")
+        for name in vars(optimizer)
+    )
+
+
+def _try_granularity(optimizer: torch.optim.Optimizer, limit: int, repeats: int = 1) -> str | None:
+    """Test how an optimizer updates parameters whose dimensions have a largest size.
+
+    Returns:
+        The granularity, or None if a step fails on whole parameters, or if some do not move.
+    """
+    generator = torch.Generator().manual_seed(0)
+    # an unknown step may raise anything on such parameters
+    try:
+        groups = build_trial_groups(optimizer, limit, generator)
+        (whole, gradients), (other, _) = (
+            run_with_sequence(optimizer, groups, sequence * repeats, generator)
+            for sequence in GRADIENT_SEQUENCES
+        )
+    except Exception:
+        return None
+    trials = list_parameters(groups)
+    if not all(map(_has_moved, whole.parameters, trials)):
+        return None
+    if not is_same_value(whole.shared_values, other.shared_values):
+        return WHOLE_MODEL
+    has_equal_numbers = all(
+        is_same_value(_select_numbers(one), _select_numbers(another))
+        for trial, one, another in zip(trials, whole.states, other.states, strict=True)
+        # the state of a parameter that is one number is a number, too
+        if trial.values.dim()
+    )
+    # a step may raise anything on a part of the parameters: then it is not of this kind
+    with suppress(Exception):
+        if has_equal_numbers and _is_elementwise(optimizer, groups, whole, gradients):
+            return PER_ELEMENT
+    with suppress(Exception):
+        if _is_tensorwise(optimizer, groups, whole, gradients):
+            return PER_TENSOR
     return WHOLE_MODEL
+
+
+def _has_moved(values: Tensor, trial: TrialParameter) -> bool:
+    return not values.numel() or _find_largest(values - trial.values) > 0
+
+
+def _select_numbers(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Select what is not a tensor with dimensions."""
+    return {
+        path: value
+        for path, value in state.items()
+        if not isinstance(value, Tensor) or not value.dim()
+    }
+
+
+def _is_elementwise(
+    optimizer: torch.optim.Optimizer,
+    groups: list[TrialGroup],
+    whole: TrialResult,
+    gradients: Gradients,
+) -> bool:
+    """Compare an update of whole parameters with updates of their pieces.
+
+    Two optimizers hold one piece of each parameter; a third one holds nothing.
+    """
+    if not _can_hold_nothing(optimizer, groups, whole, gradients):
+        return False
+    for which in (0, 1):
+        pieces = [group.slice_piece(which) for group in groups]
+        part = run_with_gradients(
+            optimizer,
+            pieces,
+            [[slice_piece(each, which) for each in step if each is not None] for step in gradients],
+            are_pieces=True,
+        )
+        if not is_same_value(part.shared_values, whole.shared_values):
+            return False
+        for index, piece in enumerate(list_parameters(pieces)):
+            if not piece.values.numel():
+                continue
+            expected_state = whole.states[index]
+            if whole.parameters[index].dim():
+                # the state of whole tensors is cut and put together by the elements of each entry
+                if any(
+                    value is UNKNOWN or (isinstance(value, Tensor) and value.dim() and "/" in path)
+                    for path, value in expected_state.items()
+                ):
+                    return False
+                expected_state = {
+                    path: _slice_state(value, whole.parameters[index], which)
+                    for path, value in expected_state.items()
+                }
+                if not _is_equal_state(expected_state, part.states[index]):
+                    return False
+            if not _is_equal_update(
+                slice_piece(whole.parameters[index], which), part.parameters[index], piece.values
+            ):
+                return False
+    return True
+
+
+def _slice_state(value: Any, parameter: Tensor, which: int) -> Any:
+    """Return what a piece of a parameter must have in its state."""
+    is_sliced = isinstance(value, Tensor) and value.shape == parameter.shape
+    return slice_piece(value, which) if is_sliced else value
+
+
+def _can_hold_nothing(
+    optimizer: torch.optim.Optimizer,
+    groups: list[TrialGroup],
+    whole: TrialResult,
+    gradients: Gradients,
+) -> bool:
+    """Test an optimizer without parameters: a step must work and change the same numbers."""
+    empty_groups = [TrialGroup(group.settings, []) for group in groups]
+    empty = run_with_gradients(optimizer, empty_groups, [[] for _ in gradients])
+    return is_same_value(empty.shared_values, whole.shared_values)
+
+
+def _is_tensorwise(
+    optimizer: torch.optim.Optimizer,
+    groups: list[TrialGroup],
+    whole: TrialResult,
+    gradients: Gradients,
+) -> bool:
+    """Compare one update of all parameters with updates of every second one.
+
+    Other parameters are there without a gradient, and must not change; or they are not there.
+    """
+    if not _can_hold_nothing(optimizer, groups, whole, gradients):
+        return False
+    trials = list_parameters(groups)
+    for which in (0, 1):
+        indices = [index for index in range(len(trials)) if index % 2 == which]
+        chosen = {id(trials[index]) for index in indices}
+        some_groups = [
+            TrialGroup(group.settings, [each for each in group.parameters if id(each) in chosen])
+            for group in groups
+        ]
+        alone = run_with_gradients(
+            optimizer, some_groups, [[step[index] for index in indices] for step in gradients]
+        )
+        beside = run_with_gradients(
+            optimizer,
+            groups,
+            [
+                [each if index in indices else None for index, each in enumerate(step)]
+                for step in gradients
+            ],
+        )
+        if not all(
+            is_same_value(part.shared_values, whole.shared_values) for part in (alone, beside)
+        ):
+            return False
+        for place, index in enumerate(indices):
+            for values, state in (
+                (alone.parameters[place], alone.states[place]),
+                (beside.parameters[index], beside.states[index]),
+            ):
+                if not _is_equal_update(
+                    whole.parameters[index], values, trials[index].values
+                ) or not _is_equal_state(whole.states[index], state):
+                    return False
+        if not all(
+            torch.equal(beside.parameters[index], trial.values)
+            for index, trial in enumerate(trials)
+            if index not in indices
+        ):
+            return False
+    return True
+
+
+def _is_equal_update(expected: Tensor, actual: Tensor, initial: Tensor) -> bool:
+    """Return whether two results agree up to rounding of the move and of the values."""
+    if not expected.numel():
+        return True
+    moved = _find_largest(expected - initial)
+    bound = 1e-9 * moved + 8 * torch.finfo(torch.float64).eps * _find_largest(expected)
+    return bool(_find_largest(expected - actual) <= bound)
+
+
+def _is_equal_state(expected: Mapping[str, Any], actual: Mapping[str, Any]) -> bool:
+    """Return whether two states agree: tensors up to rounding, and all else exactly."""
+    if expected.keys() != actual.keys():
+        return False
+    for path, value in expected.items():
+        other = actual[path]
+        if not isinstance(value, Tensor) or not value.dim() or not value.is_floating_point():
+            if not is_same_value(value, other):
+                return False
+        elif not (
+            isinstance(other, Tensor)
+            and value.shape == other.shape
+            and value.dtype == other.dtype
+            and torch.allclose(
+                other,
+                value,
+                rtol=1e-9,
+                atol=64 * torch.finfo(value.dtype).eps * _find_largest(value),
+                equal_nan=True,
+            )
+        ):
+            return False
+    return True
+
+
+def _find_largest(tensor: Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
 def has_weight_copies(optimizer: torch.optim.Optimizer) -> bool:
@@ -142,41 +339,29 @@ def has_weight_copies(optimizer: torch.optim.Optimizer) -> bool:
     # an unknown step may raise anything on such parameters
     with keep_generators(), suppress(Exception):
         groups = [
-            [
-                TrialParameter(
-                    _copy_corner(parameter.detach(), SHORT_TRIAL_SIZE),
-                    {
-                        entry: _copy_corner(value, SHORT_TRIAL_SIZE)
-                        for entry, value in optimizer.state.get(parameter, {}).items()
-                    },
-                )
-                for parameter in _choose_largest(group["params"], 2)
-            ]
+            TrialGroup(
+                group,
+                [
+                    _copy_tiny(optimizer, parameter)
+                    for _, parameter in choose_largest(group["params"], 2)
+                ],
+            )
             for group in optimizer.param_groups
         ]
-        moves = [draw(each.values) for each in _flatten_groups(groups)]
-        (unmoved_parameters, unmoved_optimizer), (moved_parameters, moved_optimizer) = (
-            _start_trial(optimizer, groups),
-            _start_trial(optimizer, groups),
-        )
+        moves = [draw(each.values) for each in list_parameters(groups)]
+        unmoved_parameters, unmoved_optimizer = start_trial(optimizer, groups)
+        moved_parameters, moved_optimizer = start_trial(optimizer, groups)
         remaining = [1.0 for _ in moves]
         for step in range(COPY_TRIAL_STEPS):
-            gradients = [[draw(each.values) for each in group] for group in groups]
-            _run_trial_step(unmoved_optimizer, unmoved_parameters, gradients)
-            _run_trial_step(moved_optimizer, moved_parameters, gradients)
-            for parameter, move in (
-                zip(_flatten_groups(moved_parameters), moves, strict=True) if not step else ()
-            ):
+            gradients = [draw(each.values) for each in list_parameters(groups)]
+            run_trial_step(unmoved_optimizer, unmoved_parameters, gradients)
+            run_trial_step(moved_optimizer, moved_parameters, gradients)
+            for parameter, move in zip(moved_parameters, moves, strict=True) if not step else ():
                 parameter.detach().add_(move)
             previous = remaining
             remaining = [
                 _measure_remaining_share(*each)
-                for each in zip(
-                    _flatten_groups(unmoved_parameters),
-                    _flatten_groups(moved_parameters),
-                    moves,
-                    strict=True,
-                )
+                for each in zip(unmoved_parameters, moved_parameters, moves, strict=True)
             ]
             if any(
                 now < REMAINING_SHARE * earlier
@@ -184,6 +369,18 @@ def has_weight_copies(optimizer: torch.optim.Optimizer) -> bool:
             ):
                 return True
     return False
+
+
+def _copy_tiny(optimizer: torch.optim.Optimizer, parameter: Tensor) -> TrialParameter:
+    """Copy the corner of a parameter and of its state, in their own dtypes."""
+    sizes = choose_corner_sizes(parameter.shape, TINY_SIZE)
+    return TrialParameter(
+        copy_corner(parameter.detach(), sizes),
+        {
+            entry: copy_corner(value, sizes)
+            for entry, value in optimizer.state.get(parameter, {}).items()
+        },
+    )
 
 
 def _measure_remaining_share(stayed: Tensor, moved: Tensor, move: Tensor) -> float:
@@ -227,230 +424,6 @@ def find_step_hook(optimizer: torch.optim.Optimizer) -> str | None:
         and getattr(step, "__wrapped__", None) is type(optimizer).step
     )
     return "a step that was put on the object" if step is not None and not is_counter else None
-
-
-def _choose_largest(parameters: list[Tensor], count: int) -> list[Tensor]:
-    """Choose the `count` largest parameters for each number of dimensions."""
-    by_dims: dict[int, list[Tensor]] = defaultdict(list)
-    for parameter in sorted(parameters, key=Tensor.numel, reverse=True):
-        if len(by_dims[parameter.dim()]) < count:
-            by_dims[parameter.dim()].append(parameter)
-    return [parameter for each in by_dims.values() for parameter in each]
-
-
-def _copy_corner(value: Any, size: int) -> Any:
-    """Copy the corner of a tensor; return any other value as a copy."""
-    if not isinstance(value, Tensor) or not value.dim():
-        return copy.deepcopy(value)
-    return value.detach()[tuple(slice(size) for _ in value.shape)].cpu().clone()
-
-
-def _copy_corner_float64(value: Any, size: int) -> Any:
-    """Copy the corner of a tensor in float64."""
-    corner = _copy_corner(value, size)
-    return (
-        corner.double()
-        if isinstance(corner, Tensor) and corner.dim() and corner.is_floating_point()
-        else corner
-    )
-
-
-def _is_elementwise(
-    optimizer: torch.optim.Optimizer,
-    groups: list[list[TrialParameter]],
-    gradients: list[TensorGroups],
-) -> bool:
-    """Compare an update of whole parameters with updates of their pieces.
-
-    Two optimizers hold one piece of each parameter; a third one holds nothing.
-    """
-    whole = _run_trial(optimizer, groups, gradients)
-    _run_trial(optimizer, [[] for _ in groups], [[[] for _ in groups] for _ in gradients])
-    for which in (0, 1):
-        pieces = [[each.slice_piece(which) for each in group] for group in groups]
-        part = _run_trial(
-            optimizer,
-            pieces,
-            [
-                [[_slice_piece(each, which) for each in group] for group in step]
-                for step in gradients
-            ],
-            are_pieces=True,
-        )
-        if not all(
-            _is_equal_update(_slice_piece(expected, which), actual, initial.values)
-            for expected, actual, initial in zip(
-                _flatten_groups(whole), _flatten_groups(part), _flatten_groups(pieces), strict=True
-            )
-        ):
-            return False
-    return True
-
-
-def _is_tensorwise(
-    optimizer: torch.optim.Optimizer,
-    groups: list[list[TrialParameter]],
-    gradients: list[TensorGroups],
-) -> bool:
-    """Compare one update of all parameters with updates in which every second gradient is missing.
-
-    Parameters without a gradient must not change.
-    """
-    whole = _flatten_groups(_run_trial(optimizer, groups, gradients))
-    for which in (0, 1):
-        some_gradients: Any = [
-            [
-                [each if place % 2 == which else None for place, each in enumerate(group)]
-                for group in step
-            ]
-            for step in gradients
-        ]
-        is_updated = [place % 2 == which for group in groups for place in range(len(group))]
-        part = _flatten_groups(_run_trial(optimizer, groups, some_gradients))
-        for updated, expected, actual, initial in zip(
-            is_updated, whole, part, _flatten_groups(groups), strict=True
-        ):
-            if not (
-                _is_equal_update(expected, actual, initial.values)
-                if updated
-                else torch.equal(actual, initial.values)
-            ):
-                return False
-    return True
-
-
-def _flatten_groups(groups: list[list[Any]]) -> list[Any]:
-    return [each for group in groups for each in group]
-
-
-def _slice_piece(tensor: Tensor, which: int) -> Tensor:
-    flat = tensor.reshape(-1)
-    split = -(-len(flat) // 3)
-    return flat[split:] if which else flat[:split]
-
-
-def _is_equal_update(expected: Tensor, actual: Tensor, initial: Tensor) -> bool:
-    """Return whether two results agree up to rounding, and differ from the start."""
-    if not expected.numel():
-        return True
-    moved = float((expected - initial).abs().max())
-    bound = 1e-9 * moved + 8 * torch.finfo(torch.float64).eps * float(expected.abs().max())
-    return moved > 0 and float((expected - actual).abs().max()) <= bound
-
-
-def _run_trial(
-    optimizer: torch.optim.Optimizer,
-    groups: list[list[TrialParameter]],
-    gradients: list[TensorGroups],
-    are_pieces: bool = False,
-) -> TensorGroups:
-    """Return the parameters after some steps of a copy of the optimizer.
-
-    If the optimizer has modes, they are the parameters of eval mode.
-    """
-    parameters, trial_optimizer = _start_trial(optimizer, groups, are_pieces)
-    for step in gradients:
-        _run_trial_step(trial_optimizer, parameters, step)
-    if are_pieces and any(
-        value.dim() and value.shape != parameter.shape
-        for parameter, state in trial_optimizer.state.items()
-        for value in state.values()
-        if isinstance(value, Tensor)
-    ):
-        raise ValueError(
-            "state of another shape than the piece, which could not be put together again"
-        )
-    return [[parameter.detach() for parameter in group] for group in parameters]
-
-
-def _start_trial(
-    optimizer: torch.optim.Optimizer, groups: list[list[TrialParameter]], are_pieces: bool = False
-) -> tuple[Any, torch.optim.Optimizer]:
-    """Return (small parameters, a copy of the optimizer for them) before the first step."""
-    parameters: Any = [
-        [each.values.clone() if are_pieces else nn.Parameter(each.values.clone()) for each in group]
-        for group in groups
-    ]
-    trial_optimizer = _copy_optimizer(optimizer, parameters)
-    for parameter, trial in zip(_flatten_groups(parameters), _flatten_groups(groups), strict=True):
-        if trial.state:
-            trial_optimizer.state[parameter] = copy.deepcopy(trial.state)
-    return parameters, trial_optimizer
-
-
-def _run_trial_step(
-    trial_optimizer: torch.optim.Optimizer, parameters: Any, gradients: TensorGroups
-) -> None:
-    """Run a step; an optimizer with modes is in eval mode afterwards."""
-    set_optimizer_mode(trial_optimizer, "train")
-    for parameter, gradient in zip(
-        _flatten_groups(parameters), _flatten_groups(gradients), strict=True
-    ):
-        parameter.grad = None if gradient is None else gradient.clone()
-    trial_optimizer.step()
-    set_optimizer_mode(trial_optimizer, "eval")
-
-
-def _copy_optimizer(
-    optimizer: torch.optim.Optimizer, parameter_groups: TensorGroups
-) -> torch.optim.Optimizer:
-    """Copy an optimizer (class, attributes, hyper-parameters) for other parameters.
-
-    The copy function of torch's Optimizer loses the attributes.
-    """
-    memo: dict[int, Any] = _RefusingMemo(
-        {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    )
-    trial_optimizer: torch.optim.Optimizer = object.__new__(type(optimizer))
-    vars(trial_optimizer).update(
-        copy.deepcopy(
-            {
-                name: value
-                for name, value in vars(optimizer).items()
-                if name not in ("state", "param_groups", "step")
-                and not name.startswith("_optimizer_")
-            },
-            memo,
-        )
-    )
-    torch.optim.Optimizer.__setstate__(
-        trial_optimizer, {"state": defaultdict(dict), "param_groups": []}
-    )
-    for group, parameters in zip(optimizer.param_groups, parameter_groups, strict=True):
-        settings = copy.deepcopy(
-            {name: value for name, value in group.items() if name != "params"}, memo
-        )
-        # a warm-up starts with a rate of 0, with which nothing changes
-        if not settings.get("lr", 1.0):
-            settings["lr"] = settings["lr"] + 0.01
-        trial_optimizer.param_groups.append({**settings, "params": parameters})
-    return trial_optimizer
-
-
-class _RefusingMemo(dict[int, Any]):
-    """The memo of deepcopy, which raises an error if a real parameter would be copied.
-
-    Attributes:
-        refused_ids: Ids of the real parameters.
-    """
-
-    def __init__(self, refused_ids: set[int]) -> None:
-        super().__init__()
-        self.refused_ids = refused_ids
-
-    def get(self, key: int, default: Any = None) -> Any:
-        """Return what was copied already.
-
-        Args:
-            key: Id of an object.
-            default: Returned if the object was not copied yet.
-
-        Raises:
-            ValueError: The object is a real parameter.
-        """
-        if key in self.refused_ids:
-            raise ValueError("the optimizer keeps its parameters outside of its groups")
-        return super().get(key, default)
 
 
 def compute_clip_factor(norm: float, max_norm: float | None) -> float:

@@ -45,7 +45,6 @@ from paragrad.engine.layout import (
 )
 from paragrad.engine.optimizer.modes import use_optimizer_eval_mode
 from paragrad.engine.optimizer.update_probe import find_update_granularity
-from paragrad.engine.optimizer.update_slices import FOREACH_OPTIMIZERS
 from paragrad.errors import StepFailed
 from paragrad.parallel.data.fsdp_units import (
     can_shard_parameter,
@@ -149,9 +148,7 @@ class FullyShardedExchange(Exchange):
                 f"not have; hook the module, {ALTERNATIVE_HINT}",
                 tensor=", ".join(hooked[:3]),
             )
-        granularity = find_update_granularity(
-            self.optimizer, known_elementwise=type(self.optimizer) in FOREACH_OPTIMIZERS
-        )
+        granularity = find_update_granularity(self.optimizer)
         if (
             UPDATE_GRANULARITIES[
                 int(

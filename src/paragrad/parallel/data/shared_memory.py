@@ -40,7 +40,6 @@ from paragrad.engine.layout import (
 from paragrad.engine.optimizer.modes import has_modes, set_optimizer_mode, use_optimizer_eval_mode
 from paragrad.engine.optimizer.update_probe import compute_clip_factor, find_update_granularity
 from paragrad.engine.optimizer.update_slices import (
-    FOREACH_OPTIMIZERS,
     ParameterRange,
     assign_slices,
     step_with_fast_kernels,
@@ -122,9 +121,7 @@ class SharedMemoryExchange(Exchange):
         self.trained_parameters = list(trained.values())
         # once for all steps, while every rank still has its own parameters
         set_optimizer_mode(optimizer, "train")
-        granularity = find_update_granularity(
-            optimizer, known_elementwise=type(optimizer) in FOREACH_OPTIMIZERS
-        )
+        granularity = find_update_granularity(optimizer)
         granularity = UPDATE_GRANULARITIES[
             int(
                 world.all_reduce(

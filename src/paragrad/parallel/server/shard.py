@@ -358,11 +358,18 @@ class ServerShard:
     @contextmanager
     def _scale_rate(self, rate: float) -> Iterator[None]:
         """Multiply the learning rates during the context."""
-        original_rates = [group["lr"] for group in self.optimizer.param_groups]
-        for group in self.optimizer.param_groups if rate != 1 else ():
+        groups = self.optimizer.param_groups if rate != 1 else []
+        if any(group.get("lr") is None for group in groups):
+            raise StepFailed(
+                f"the learning rate is to be multiplied by {rate:g}, and a group of "
+                f"{type(self.optimizer).__name__} has no lr; take an optimizer with one, or "
+                "rate=constant and no further workers"
+            )
+        original_rates = [group["lr"] for group in groups]
+        for group in groups:
             group["lr"] = group["lr"] * rate
         yield
-        for group, lr in zip(self.optimizer.param_groups, original_rates, strict=True):
+        for group, lr in zip(groups, original_rates, strict=True):
             group["lr"] = lr
 
     def summarize_counts(self) -> dict[str, Any]:
