@@ -197,7 +197,7 @@ def flat_pieces(net: Net) -> None:
     Of one rank alone it is nothing: all take the most careful answer, as ranks that cut
     differently would wait for one another, or leave elements to nobody.
     """
-    mock.patch.object(shared_memory, "find_update_granularity", return_value=PER_ELEMENT).start()
+    mock.patch.object(shared_memory, "agree_on_granularity", return_value=PER_ELEMENT).start()
 
 
 class Centralised(torch.optim.SGD):

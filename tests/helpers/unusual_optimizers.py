@@ -101,3 +101,23 @@ class DistanceSgd(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     parameter.sub_(group["lr"] * group["distance"] * parameter.grad)
+
+
+class Harmonic(torch.optim.Optimizer):
+    """SGD whose rate falls with a count in its group, and whose momenta are in a dictionary."""
+
+    def __init__(self, parameters: object, lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr, "count": torch.tensor(0.0), "rates": []})  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["count"] += 1
+            group["rates"] = [*group["rates"][-1:], group["lr"] / float(group["count"])]
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    momenta = self.state[parameter].setdefault("momenta", {})
+                    for decay in (0.0, 0.9):
+                        momentum = momenta.setdefault(decay, torch.zeros_like(parameter))
+                        momentum.mul_(decay).add_(parameter.grad)
+                        parameter.sub_(group["rates"][-1] * momentum)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from paragrad.engine import layout
 from paragrad.engine.layout import Layout, ShardSpec
 from paragrad.engine.model_shard import ModelShard, PassContext
-from paragrad.engine.optimizer.update_probe import find_step_hook, find_update_granularity
+from paragrad.engine.optimizer.update_probe import agree_on_granularity, find_step_hook
 from paragrad.engine.rng.draws import Draws
 from paragrad.engine.state import shared_initialization
 from paragrad.engine.state.values import is_same_value
@@ -138,7 +138,7 @@ def build_model_partition(
     Raises:
         StepFailed: If the parts do not make up the model, or if the optimizer cannot update parts.
     """
-    granularity = find_update_granularity(optimizer)
+    granularity = agree_on_granularity(optimizer, world)
     refuse_parameter_views(module.model)
     parameters = dict(module.model.named_parameters())
     if hooked_names := [

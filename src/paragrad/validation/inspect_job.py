@@ -341,6 +341,11 @@ def explain_untrainable(model: nn.Module, optimizer: Any, scheduler: Any = None)
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
         return f"the optimizer is a {type(optimizer).__name__}; make it a torch.optim.Optimizer"
+    if not hasattr(optimizer, "param_groups"):
+        return (
+            f"the optimizer is a {type(optimizer).__name__} without param_groups; make it a "
+            "torch.optim.Optimizer that has them"
+        )
     if any(
         each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
         for each in list(inspect.signature(type(optimizer).step).parameters.values())[1:]

@@ -31,6 +31,7 @@ from server_messages import JOB, Desk, Told, applied, frames, push, said, server
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Subset
+from unusual_optimizers import DistanceSgd, Harmonic
 
 import paragrad as pg
 from paragrad.engine.exchange import Replica
@@ -941,6 +942,24 @@ def test_servers_resume_checkpoints_of_other_strategies(tmp_path: Path) -> None:
     whole = pg.train(vectors(dtype=torch.float64), "serial", runs=tmp_path)
     run = pg.train(vectors(), "server(1, sync=asp)", runs=tmp_path, resume=half.folder)
     assert run.losses == pytest.approx(whole.losses[-3:], rel=1e-4)
+
+
+@pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize("optimizer", [DistanceSgd, Harmonic])
+def test_checkpoint_of_servers_has_numbers_of_groups(
+    optimizer: Callable[..., torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    """A checkpoint took the groups of a worker, whose optimizer makes no steps: counts and
+    estimates began anew where a run was resumed, in silence. State in a dictionary ended the run:
+    "Object of type Tensor is not JSON serializable".
+    """
+    counted = job("counted", mlp, VECTORS, optimizer=optimizer, dtype=torch.float64, epochs=2)
+    expected = pg.train(counted, "serial", runs=tmp_path).model().state_dict()
+    half = pg.train(counted.replace(epochs=1), "server(2)", runs=tmp_path, save=3)
+    for chosen in ("server(2)", "serial"):
+        run = pg.train(counted, chosen, runs=tmp_path, resume=half.folder)
+        for name, values in run.model().state_dict().items():
+            torch.testing.assert_close(values, expected[name], rtol=1e-10, atol=1e-13)
 
 
 def test_interrupted_asynchronous_run_resumes(tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ copies of the weights, and it may draw random numbers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import suppress
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from paragrad.engine.optimizer.update_trial import (
     choose_largest,
     copy_corner,
     list_parameters,
+    repeat_sequence,
     run_trial_step,
     run_with_gradients,
     run_with_sequence,
@@ -39,13 +41,23 @@ from paragrad.runtime.generators import (
     fingerprint_generators,
     keep_generators,
 )
-from paragrad.strategies.strategy import PER_ELEMENT, PER_TENSOR, WHOLE_MODEL
+from paragrad.runtime.world import World
+from paragrad.strategies.strategy import (
+    PER_ELEMENT,
+    PER_TENSOR,
+    UPDATE_GRANULARITIES,
+    WHOLE_MODEL,
+)
 
 # Largest size of a dimension in a trial. Known optimizers factor a matrix from 128 on.
 TRIAL_SIZE = 160
-# Some optimizers begin to look at whole tensors after 25 steps. With tiny parameters the sequences
-# are repeated.
-TINY_REPEATS = 4
+# Steps of a run with tiny parameters: some optimizers begin to look at whole tensors after 25.
+TINY_STEPS = 32
+# the same with larger ones
+LARGE_STEPS = 8
+# An optimizer whose step is slow makes fewer: (seconds of a step, steps). A trial has about ten
+# runs, and is to take 0.3 s.
+SLOW_STEPS = ((8e-3, 2), (1e-3, 8))
 # steps: some optimizers write their copies into the parameters only every few steps
 COPY_TRIAL_STEPS = 12
 # share of a move by other code that must remain after one more step; weight decay leaves more
@@ -89,14 +101,30 @@ def find_update_granularity(optimizer: torch.optim.Optimizer) -> str:
         return WHOLE_MODEL
     if _is_known_elementwise(optimizer):
         return PER_ELEMENT
-    with keep_generators():
+    with keep_generators(), _use_one_thread():
         states_before = fingerprint_generators()
         # Tiny parameters first: most optimizers that look at more than elements show it there, and
         # those that are slow on large parameters are among them.
-        granularity = _try_granularity(optimizer, TINY_SIZE, TINY_REPEATS)
+        granularity = _try_granularity(optimizer, TINY_SIZE, TINY_STEPS)
         if granularity in (PER_ELEMENT, None):
-            granularity = _try_granularity(optimizer, TRIAL_SIZE) or WHOLE_MODEL
+            granularity = _try_granularity(optimizer, TRIAL_SIZE, LARGE_STEPS) or WHOLE_MODEL
         return WHOLE_MODEL if fingerprint_generators() != states_before else granularity
+
+
+def agree_on_granularity(optimizer: torch.optim.Optimizer, world: World) -> str:
+    """Return the granularity of an optimizer, the same on all ranks. Collective.
+
+    A trial on another rank may have had time for more steps.
+
+    Args:
+        optimizer: The optimizer.
+        world: The ranks.
+
+    Returns:
+        The result of `find_update_granularity` that asks for most.
+    """
+    number = UPDATE_GRANULARITIES.index(find_update_granularity(optimizer))
+    return UPDATE_GRANULARITIES[int(world.all_reduce(torch.tensor(float(number)), "MAX"))]
 
 
 def _is_known_elementwise(optimizer: torch.optim.Optimizer) -> bool:
@@ -110,7 +138,7 @@ def _is_known_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-def _try_granularity(optimizer: torch.optim.Optimizer, limit: int, repeats: int = 1) -> str | None:
+def _try_granularity(optimizer: torch.optim.Optimizer, limit: int, most_steps: int) -> str | None:
     """Test how an optimizer updates parameters whose dimensions have a largest size.
 
     Returns:
@@ -120,8 +148,9 @@ def _try_granularity(optimizer: torch.optim.Optimizer, limit: int, repeats: int 
     # an unknown step may raise anything on such parameters
     try:
         groups = build_trial_groups(optimizer, limit, generator)
+        steps = _choose_steps(optimizer, groups, most_steps)
         (whole, gradients), (other, _) = (
-            run_with_sequence(optimizer, groups, sequence * repeats, generator)
+            run_with_sequence(optimizer, groups, repeat_sequence(sequence, steps), generator)
             for sequence in GRADIENT_SEQUENCES
         )
     except Exception:
@@ -145,6 +174,28 @@ def _try_granularity(optimizer: torch.optim.Optimizer, limit: int, repeats: int 
         if _is_tensorwise(optimizer, groups, whole, gradients):
             return PER_TENSOR
     return WHOLE_MODEL
+
+
+def _choose_steps(
+    optimizer: torch.optim.Optimizer, groups: list[TrialGroup], most_steps: int
+) -> int:
+    """Choose the number of steps of a run: a slow step is made fewer times."""
+    sequence = repeat_sequence(GRADIENT_SEQUENCES[0], 2)
+    start = time.thread_time()
+    run_with_sequence(optimizer, groups, sequence, torch.Generator().manual_seed(0))
+    seconds = (time.thread_time() - start) / len(sequence)
+    return next((steps for limit, steps in SLOW_STEPS if seconds > limit), most_steps)
+
+
+@contextmanager
+def _use_one_thread() -> Iterator[None]:
+    """Let torch use one thread: on small tensors several threads wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _has_moved(values: Tensor, trial: TrialParameter) -> bool:
@@ -337,7 +388,7 @@ def has_weight_copies(optimizer: torch.optim.Optimizer) -> bool:
         return (values + values.sign()).to(like.dtype)  # no number near 0
 
     # an unknown step may raise anything on such parameters
-    with keep_generators(), suppress(Exception):
+    with keep_generators(), _use_one_thread(), suppress(Exception):
         groups = [
             TrialGroup(
                 group,

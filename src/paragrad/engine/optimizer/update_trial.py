@@ -260,6 +260,16 @@ def list_parameters(groups: list[TrialGroup]) -> list[TrialParameter]:
     return [each for group in groups for each in group.parameters]
 
 
+def repeat_sequence(sequence: Sequence[tuple[str, float]], steps: int) -> list[tuple[str, float]]:
+    """Return so many steps of a gradient sequence, which is repeated.
+
+    Args:
+        sequence: (kind, scale) for each step.
+        steps: The number of steps.
+    """
+    return list(itertools.islice(itertools.cycle(sequence), steps))
+
+
 def run_with_sequence(
     optimizer: torch.optim.Optimizer,
     groups: list[TrialGroup],

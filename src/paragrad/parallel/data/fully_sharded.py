@@ -44,7 +44,7 @@ from paragrad.engine.layout import (
     install_shards,
 )
 from paragrad.engine.optimizer.modes import use_optimizer_eval_mode
-from paragrad.engine.optimizer.update_probe import find_update_granularity
+from paragrad.engine.optimizer.update_probe import agree_on_granularity
 from paragrad.errors import StepFailed
 from paragrad.parallel.data.fsdp_units import (
     can_shard_parameter,
@@ -54,7 +54,7 @@ from paragrad.parallel.data.fsdp_units import (
 from paragrad.planner.cost_formulas import count_collective_bytes
 from paragrad.record.step_log import StepLog
 from paragrad.runtime.world import World
-from paragrad.strategies.strategy import PER_ELEMENT, UPDATE_GRANULARITIES
+from paragrad.strategies.strategy import PER_ELEMENT
 
 REST_UNIT = "the rest"  # the unit of all parameters that are in no other one
 ALTERNATIVE_HINT = "or train without state=fully_sharded"
@@ -148,17 +148,7 @@ class FullyShardedExchange(Exchange):
                 f"not have; hook the module, {ALTERNATIVE_HINT}",
                 tensor=", ".join(hooked[:3]),
             )
-        granularity = find_update_granularity(self.optimizer)
-        if (
-            UPDATE_GRANULARITIES[
-                int(
-                    self.world.all_reduce(
-                        torch.tensor(float(UPDATE_GRANULARITIES.index(granularity))), "MAX"
-                    )
-                )
-            ]
-            != PER_ELEMENT
-        ):
+        if agree_on_granularity(self.optimizer, self.world) != PER_ELEMENT:
             raise StepFailed(
                 f"{type(self.optimizer).__name__} does not update element by element (tried on a "
                 "small copy), and state=fully_sharded gives it parts of tensors; use one that "

@@ -38,7 +38,7 @@ from paragrad.engine.layout import (
     install_shards,
 )
 from paragrad.engine.optimizer.modes import has_modes, set_optimizer_mode, use_optimizer_eval_mode
-from paragrad.engine.optimizer.update_probe import compute_clip_factor, find_update_granularity
+from paragrad.engine.optimizer.update_probe import agree_on_granularity, compute_clip_factor
 from paragrad.engine.optimizer.update_slices import (
     ParameterRange,
     assign_slices,
@@ -48,7 +48,7 @@ from paragrad.parallel.data.host_memory import HostMemory
 from paragrad.record.step_log import StepLog
 from paragrad.runtime.world import World
 from paragrad.shm.region import align_to_cache_line
-from paragrad.strategies.strategy import PER_ELEMENT, UPDATE_GRANULARITIES, WHOLE_MODEL
+from paragrad.strategies.strategy import PER_ELEMENT, WHOLE_MODEL
 
 LARGE_GRADIENT_BYTES = 2**16  # bytes from which a gradient moves during backward
 BLOCK_BYTES = 2**18  # bytes that are added at once
@@ -121,14 +121,7 @@ class SharedMemoryExchange(Exchange):
         self.trained_parameters = list(trained.values())
         # once for all steps, while every rank still has its own parameters
         set_optimizer_mode(optimizer, "train")
-        granularity = find_update_granularity(optimizer)
-        granularity = UPDATE_GRANULARITIES[
-            int(
-                world.all_reduce(
-                    torch.tensor(float(UPDATE_GRANULARITIES.index(granularity))), "MAX"
-                )
-            )
-        ]
+        granularity = agree_on_granularity(optimizer, world)
         self.rank_ranges, reason = assign_slices(
             optimizer, granularity, [each.numel() for each in self.trained_parameters], world.size
         )

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -264,28 +261,3 @@ def collect_changing_tensors(
         if each.dtype in (*DTYPES, torch.bool) and each.numel()
     ]
     return [*buffers, *map(model.get_parameter, changed_by_forward)]
-
-
-def parse_optimizer_state(text: bytes, vector: Tensor, range_count: int) -> list[dict[str, Any]]:
-    """Read the optimizer state that a `ServerShard` exported.
-
-    Args:
-        text: The description, as JSON.
-        vector: The bytes of the tensors.
-        range_count: Number of ranges.
-
-    Returns:
-        The state of each range.
-    """
-    states: list[dict[str, Any]] = [{} for _ in range(range_count)]
-    start = 0
-    for number, what, *description in json.loads(text):
-        if len(description) == 1:
-            states[number][what] = description[0]
-            continue
-        dtype = getattr(torch, description[0])
-        shape = description[1]
-        stop = start + math.prod(shape) * dtype.itemsize
-        states[number][what] = vector[start:stop].clone().view(dtype).reshape(shape)
-        start = stop
-    return states

@@ -10,8 +10,7 @@ after every full batch of samples.
 
 from __future__ import annotations
 
-import json
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -30,6 +29,7 @@ from paragrad.parallel.server.compressed_push import build_push_codec
 from paragrad.parallel.server.parameter_partition import VectorSlot, build_shard_spec, fill_vector
 from paragrad.parallel.server.shared_buffer import SharedBuffer
 from paragrad.parallel.server.snapshot import SnapshotStore
+from paragrad.parallel.server.state_message import write_state_message
 from paragrad.strategies.server import Server
 
 # for each slot of a share: the marks of ranges with a gradient, and the vector
@@ -96,6 +96,8 @@ class ServerShard:
         draw_alike: As in Replica.
 
         initial_attributes: The attributes of the optimizer at the start.
+
+        changed_settings: For each group, the names of settings that a step has changed.
 
         clip_norm: As in Job.
 
@@ -167,6 +169,7 @@ class ServerShard:
         self.scheduler = replica.scheduler
         self.draw_alike = replica.draw_alike
         self.initial_attributes = copy_optimizer_attributes(self.optimizer)
+        self.changed_settings = [set[str]() for _ in self.optimizer.param_groups]
         self.clip_norm = replica.clip_norm
         self.trained_slots = [slot for slot in slots if not slot.is_added]
         self.push_codecs = [build_push_codec(strategy, slot) for slot in slots]
@@ -345,7 +348,7 @@ class ServerShard:
         ):
             place.grad = gradient if has_gradient else None
         with self._scale_rate(rate):
-            self.draw_alike("update", self.updates, lambda: step_with_fast_kernels(self.optimizer))
+            self.draw_alike("update", self.updates, self._step_optimizer)
         self.buffers |= self.changed_buffers
         self.changed_buffers = {}
         before = self.samples // self.full_batch if self.strategy.uses_work_queue else self.updates
@@ -354,6 +357,25 @@ class ServerShard:
         after = self.samples // self.full_batch if self.strategy.uses_work_queue else self.updates
         for step in range(before, after) if self.scheduler is not None else ():
             self.draw_alike("schedule", step, self.scheduler.step)
+
+    def _step_optimizer(self) -> None:
+        """Run a step, and note which settings of the groups it changes."""
+        groups = self.optimizer.param_groups
+        before = [
+            {name: (value, getattr(value, "_version", 0)) for name, value in group.items()}
+            for group in groups
+        ]
+        step_with_fast_kernels(self.optimizer)
+        for names, group, old_settings in zip(self.changed_settings, groups, before, strict=True):
+            for name, value in group.items():
+                old_value, old_version = old_settings.get(name, (self, 0))
+                if name != "params" and (
+                    value is not old_value
+                    or getattr(value, "_version", 0) != old_version
+                    # what is in it may have changed
+                    or isinstance(value, list | dict | deque)
+                ):
+                    names.add(name)
 
     @contextmanager
     def _scale_rate(self, rate: float) -> Iterator[None]:
@@ -386,11 +408,10 @@ class ServerShard:
         }
 
     def export_optimizer_state(self) -> tuple[str, Tensor]:
-        """Return the state of the optimizer.
+        """Return the state of the optimizer, and the settings of its groups that steps change.
 
         Returns:
-            A description as JSON, and the bytes of the tensors in the same order. Entries are
-            [range, name, number] or [range, name, dtype, shape].
+            A description as JSON, and the bytes of the tensors, as of `write_state_message`.
 
         Raises:
             TypeError: The state has other values, or values that belong to no parameter.
@@ -400,19 +421,14 @@ class ServerShard:
                 f"{type(self.optimizer).__name__} keeps {', '.join(keys)} beside the states of its "
                 "parameters"
             )
-        description: list[list[Any]] = []
-        parts: list[Tensor] = []
-        for number, place in enumerate(self.local_parameters):
-            for what, value in self.optimizer.state.get(place, {}).items():
-                if isinstance(value, Tensor):
-                    description.append(
-                        [number, what, str(value.dtype).removeprefix("torch."), list(value.shape)]
-                    )
-                    parts.append(value.detach().reshape(-1).contiguous().view(torch.uint8))
-                else:
-                    description.append([number, what, value])
-        return json.dumps(description), torch.cat(parts) if parts else torch.empty(
-            0, dtype=torch.uint8
+        return write_state_message(
+            [dict(self.optimizer.state.get(place, {})) for place in self.local_parameters],
+            [
+                {name: group[name] for name in sorted(names)}
+                for names, group in zip(
+                    self.changed_settings, self.optimizer.param_groups, strict=True
+                )
+            ],
         )
 
     # ---- restart -----------------------------------------------------------------------------
@@ -430,6 +446,7 @@ class ServerShard:
             "lost": self.lost_counts,
             "staleness": {str(late): count for late, count in self.staleness.items()},
             "refused": dict(self.refusals),
+            "settings": [sorted(names) for names in self.changed_settings],
         }
 
     def restore_counts(self, counts: dict[str, Any]) -> None:
@@ -449,6 +466,7 @@ class ServerShard:
         self.applied_tickets.above = set(counts["above"])
         self.staleness = Counter({int(late): count for late, count in counts["staleness"].items()})
         self.refusals = Counter(counts["refused"])
+        self.changed_settings = [set(names) for names in counts["settings"]]
 
     def lose_ticket(self, ticket: int, samples: int) -> None:
         """Count a ticket as applied, though its update is lost.

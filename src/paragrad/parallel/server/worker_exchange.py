@@ -41,13 +41,13 @@ from paragrad.parallel.server.parameter_partition import (
     build_shard_spec,
     fill_vector,
     mark_gradients,
-    parse_optimizer_state,
     partition_parameters,
     scatter_vector,
     view_slot_ranges,
 )
 from paragrad.parallel.server.request_handler import APPLIED
 from paragrad.parallel.server.shared_buffer import BufferReader, SharedBuffer
+from paragrad.parallel.server.state_message import read_state_message
 from paragrad.parallel.server.work_queue import Ticket
 from paragrad.record.step_log import StepLog
 from paragrad.runtime.world import World
@@ -616,9 +616,12 @@ class WorkerExchange(Exchange):
                 if not slot.is_added
                 for each in slot.ranges
             ]
-            states = parse_optimizer_state(
-                bytes(rest[0]), self.reader.read_vector(header, rest[1]), len(specs)
+            states, settings = read_state_message(
+                bytes(rest[0]), self.reader.read_vector(header, rest[1])
             )
+            # the workers' optimizer makes no steps; of several servers all change them alike
+            for group, changed in zip(self.optimizer.param_groups, settings, strict=True):
+                group.update(changed)
             parts += list(zip(specs, states, strict=True))
         return assemble_optimizer_state(parts)
 

@@ -1,0 +1,15 @@
+import torch
+from good import *
+
+
+class Around(torch.optim.Optimizer):
+    """A wrapper that never became an Optimizer, and hides the groups of the one inside."""
+
+    def __init__(self, parameters):
+        self.inner = torch.optim.SGD(parameters, lr=0.1)
+
+    def step(self, closure=None):
+        self.inner.step()
+
+
+job = job.replace(optimizer=Around)
