@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import optimizer_jobs
 import pytest
 import random_draw_jobs
 import refused_jobs
@@ -24,10 +25,19 @@ ROWS: tuple[Row, ...] = (
     *training_jobs.ROWS,
     *refused_jobs.ROWS,
 )
+# optimizers, under strategies of their own
+ALL_ROWS: tuple[Row, ...] = (*ROWS, *optimizer_jobs.ROWS)
 # what these libraries have to say of themselves is no matter of ours
 LIBRARY_WARNINGS = [
     pytest.mark.filterwarnings(f"ignore:::{library}.*")
-    for library in ("transformers", "timm", "torchvision", "huggingface_hub", "torch")
+    for library in (
+        "transformers",
+        "timm",
+        "torchvision",
+        "huggingface_hub",
+        "pytorch_optimizer",
+        "torch",
+    )
 ]
 # the first is proved whole; of the second the loss, where what it divides by cannot be read off
 STEPS = 2

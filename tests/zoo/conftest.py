@@ -9,9 +9,9 @@ from dataclasses import asdict
 
 import models_page
 import pytest
-from zoo_rows import SPATIAL, STRATEGIES
+from zoo_rows import SERVERS, SPATIAL, STRATEGIES
 
-PAGE = models_page.Page((*STRATEGIES, SPATIAL))
+PAGE = models_page.Page((*STRATEGIES, SERVERS, SPATIAL))
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ Written by {command} (torch {torch}{libraries}).
 
 Models and jobs that were not written for paragrad, each under ten strategies beside one worker, \
 those on images under an
-eleventh. *difference*: the largest of
+eleventh; optimizers under four. *difference*: the largest of
 any gradient, parameter or buffer over the steps of [verify](verify.md), in float64; *twin*: the \
 same of one worker whose
 parameters are moved by one unit in the last place, which is what rounding alone does. A job \
@@ -102,7 +102,14 @@ def _libraries() -> str:
     from importlib import metadata
 
     found = []
-    for name in ("transformers", "timm", "torchvision", "schedulefree", "lion-pytorch"):
+    for name in (
+        "transformers",
+        "timm",
+        "torchvision",
+        "schedulefree",
+        "lion-pytorch",
+        "pytorch_optimizer",
+    ):
         try:
             found.append(f", {name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:

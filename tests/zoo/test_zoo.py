@@ -1,5 +1,5 @@
-"""Every row of the zoo under ten strategies, and of those on images under an eleventh: the same
-training, or one message before any harm.
+"""Every row of the zoo under ten strategies, of those on images under an eleventh, and of
+optimizers under four: the same training, or one message before any harm.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from all_rows import LIBRARY_WARNINGS, ROWS
+from all_rows import ALL_ROWS, LIBRARY_WARNINGS, ROWS
 from equality_table import however_small
 from models_page import Line
 from tensor_outcomes import IN_WIDTH, OF_IMAGES
@@ -22,6 +22,7 @@ from zoo_rows import (
     COMPRESSED,
     IN_PARTS,
     SERVER,
+    SERVERS,
     SPATIAL,
     STRATEGIES,
     TENSOR,
@@ -36,7 +37,7 @@ from paragrad.launch import Launcher
 pytestmark = [pytest.mark.zoo, *LIBRARY_WARNINGS]
 
 WITH_IMAGES = [row for row in ROWS if row.name in OF_IMAGES]
-CELLS = [(row, strategy) for row in ROWS for strategy in row.under] + [
+CELLS = [(row, strategy) for row in ALL_ROWS for strategy in row.under] + [
     (row, SPATIAL) for row in WITH_IMAGES
 ]
 
@@ -46,7 +47,7 @@ def covering() -> list[tuple[Row, str]]:
     on images some in pieces.
     """
     return [
-        *((row, row.under[place % len(row.under)]) for place, row in enumerate(ROWS)),
+        *((row, row.under[place % len(row.under)]) for place, row in enumerate(ALL_ROWS)),
         *((row, SPATIAL) for row in WITH_IMAGES[::7]),
     ]
 
@@ -57,7 +58,7 @@ def part() -> list[tuple[Row, str]]:
     """
     return [
         cell
-        for each in (*STRATEGIES, SPATIAL)
+        for each in (*STRATEGIES, SERVERS, SPATIAL)
         for cell in [cell for cell in covering() if cell[1] == each][::7]
     ]
 
@@ -176,13 +177,13 @@ def refused(row: Row, strategy: str, expected: Refused, folder: Path) -> Line:
 
 def test_zoo_is_large_with_unique_names() -> None:
     assert len(ROWS) >= 60
-    assert len({row.name for row in ROWS}) == len(ROWS)
-    assert all(row.story for row in ROWS)
+    assert len({row.name for row in ALL_ROWS}) == len(ALL_ROWS)
+    assert all(row.story for row in ALL_ROWS)
 
 
 def test_zoo_sample_covers_rows_and_strategies() -> None:
-    assert {row.name for row, _ in covering()} == {row.name for row in ROWS}
-    every = {*STRATEGIES, SPATIAL}
+    assert {row.name for row, _ in covering()} == {row.name for row in ALL_ROWS}
+    every = {*STRATEGIES, SERVERS, SPATIAL}
     assert {strategy for _, strategy in covering()} == {strategy for _, strategy in part()} == every
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-GROUP = ("transformers", "timm", "torchvision", "schedulefree", "lion_pytorch")
+GROUP = ("transformers", "timm", "torchvision", "schedulefree", "lion_pytorch", "pytorch_optimizer")
 # an operator lives as long as the Library that declared it
 _declared: list[torch.library.Library] = []
 

@@ -25,10 +25,13 @@ PLACE, PIPELINE = IN_PARTS = ("place(2)", "pipeline(2, micro=4)")
 TENSOR = "tensor(2)"
 SPATIAL = "spatial(2)"
 SERVER = "server(2)"
+SERVERS = "server(2, servers=2)"
 COMPRESSED = "data(2, compress=top_k(1.0))"  # all entries of every tensor, however small
 STRATEGIES = (*DATA, SHARDED, *IN_PARTS, TENSOR, SERVER, COMPRESSED)
 # of jobs whose batches cannot be cut
 WITHOUT_MICRO = (*DATA[:3], SHARDED, *IN_PARTS, TENSOR, SERVER, COMPRESSED)
+# of rows of optimizers: all that decide by the optimizer what a rank holds
+OPTIMIZER_STRATEGIES = ("data(2)", SHARDED, PLACE, SERVERS)
 BOUND = 1e-10
 
 # 29 samples in batches of 12: the last batch has 5, which leaves some shares empty; 30 where

@@ -1,0 +1,37 @@
+"""That the rows of optimizers are all there are, and that those without one train nowhere."""
+
+from __future__ import annotations
+
+import optimizer_jobs
+import pytest
+import torch
+from all_rows import LIBRARY_WARNINGS
+from optimizer_jobs import FAILING, KINDS, LIBRARY, OF_TORCH
+from zoo_libraries import foreign, missing
+
+pytestmark = [pytest.mark.zoo, *LIBRARY_WARNINGS]
+
+
+@pytest.fixture(autouse=True)
+def library() -> None:
+    if missing(LIBRARY):
+        pytest.skip(f"{LIBRARY} is not installed (make zoo)")
+
+
+def test_every_optimizer_has_a_row_or_a_reason() -> None:
+    """A class that the library gains with a new version is nobody's until it is listed here."""
+    found = {
+        name
+        for name, value in vars(foreign(LIBRARY)).items()
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
+    }
+    listed = [*OF_TORCH, *FAILING, *(name for names, *_ in KINDS for name in names)]
+    assert len(listed) == len(set(listed))
+    assert set(listed) == found
+    assert all(getattr(foreign(LIBRARY), name) is getattr(torch.optim, name) for name in OF_TORCH)
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_optimizer_without_a_row_fails_on_one_worker(name: str) -> None:
+    with pytest.raises(Exception, match=r"(?s).+"):  # whatever the library says
+        optimizer_jobs.step_once(name)
