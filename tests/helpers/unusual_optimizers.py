@@ -103,6 +103,20 @@ class DistanceSgd(torch.optim.Optimizer):
                     parameter.sub_(group["lr"] * group["distance"] * parameter.grad)
 
 
+class Unrated(torch.optim.Optimizer):
+    """Squashed gradients with a width of its own: its groups have no lr."""
+
+    def __init__(self, parameters: object) -> None:
+        super().__init__(parameters, {"width": 1e-3})  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(group["width"] * torch.tanh(parameter.grad))
+
+
 class Harmonic(torch.optim.Optimizer):
     """SGD whose rate falls with a count in its group, and whose momenta are in a dictionary."""
 

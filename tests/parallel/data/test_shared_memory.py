@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 from torch.utils.data import TensorDataset
-from unusual_optimizers import Averaging, DistanceSgd, Langevin, NormedSgd
+from unusual_optimizers import Averaging, DistanceSgd, Harmonic, Langevin, NormedSgd, Unrated
 
 from paragrad import Job, RankFailed, Refused, parallelize, train, verify
 from paragrad.datasets.loading import convert_batch, separate_target
@@ -170,6 +170,8 @@ OPTIMIZERS: dict[str, Callable[[object], torch.optim.Optimizer]] = {
     "loop asked for": lambda parameters: torch.optim.Adam(parameters, lr=1e-2, foreach=False),
     "Lookahead": lambda parameters: Lookahead(torch.optim.SGD(parameters, lr=0.1)),
     "distance as a rate": DistanceSgd,
+    "momenta in a dictionary": Harmonic,
+    "no lr": Unrated,
     "Langevin": lambda parameters: Langevin(parameters, lr=1e-2),
 }
 
@@ -476,7 +478,11 @@ ELEMENT = {
     "fused asked for",
     "foreach asked for",
     "lr 0 at first",
+    "no lr",
 }
+
+
+TENSOR = {"Adafactor", "normed SGD", "momenta in a dictionary"}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -488,15 +494,15 @@ def test_update_method_is_probed(name: str) -> None:
     optimizer = OPTIMIZERS[name](list(model.parameters()))
     before = [parameter.detach().clone() for parameter in model.parameters()]
     states = fingerprint_generators()
-    wanted = (
-        "element" if name in ELEMENT else "tensor" if name in ("Adafactor", "normed SGD") else "all"
-    )
+    wanted = "element" if name in ELEMENT else "tensor" if name in TENSOR else "all"
     assert find_update_granularity(optimizer) == wanted
     assert fingerprint_generators() == states
     assert all(
         torch.equal(parameter, kept)
         for parameter, kept in zip(model.parameters(), before, strict=True)
     )
+    if name == "no lr":  # no scheduler takes it
+        return
     torch.optim.lr_scheduler.StepLR(optimizer, 2)  # wraps the step, and counts
     assert find_update_granularity(optimizer) == wanted
 
