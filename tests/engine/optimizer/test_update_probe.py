@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -202,3 +203,23 @@ def test_resumed_containers_are_tried() -> None:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     assert find_update_granularity(optimizer) == "tensor"
+
+
+def test_slow_step_is_tried_a_few_times() -> None:
+    """SpectralSphere needs 20 ms for a step of tiny matrices, and on two threads half a second: a
+    trial of 32 steps in each run took longer than the training.
+    """
+    steps = []
+
+    def take_long(optimizer: Any, group: Any, parameter: Tensor, state: Any) -> None:
+        if parameter is group["params"][0]:
+            steps.append(torch.get_num_threads())
+            start = time.thread_time()
+            while time.thread_time() - start < 9e-3:
+                parameter.grad.mul_(1)  # type: ignore[union-attr]
+
+    threads = torch.get_num_threads()
+    assert find_update_granularity(Rule(make_parameters()[1:3], take_long)) == "element"
+    assert len(steps) < 40
+    assert set(steps) == {1}
+    assert torch.get_num_threads() == threads
