@@ -57,7 +57,9 @@ TINY_STEPS = 32
 LARGE_STEPS = 8
 # An optimizer whose step is slow makes fewer: (seconds of a step, steps). A trial has about ten
 # runs, and is to take 0.3 s.
-SLOW_STEPS = ((8e-3, 2), (1e-3, 8))
+SLOW_STEPS = ((8e-3, 2), (2e-3, 8), (1e-3, 16))
+# steps whose time is measured
+MEASURED_STEPS = 3
 # steps: some optimizers write their copies into the parameters only every few steps
 COPY_TRIAL_STEPS = 12
 # share of a move by other code that must remain after one more step; weight decay leaves more
@@ -180,11 +182,15 @@ def _choose_steps(
     optimizer: torch.optim.Optimizer, groups: list[TrialGroup], most_steps: int
 ) -> int:
     """Choose the number of steps of a run: a slow step is made fewer times."""
-    sequence = repeat_sequence(GRADIENT_SEQUENCES[0], 2)
-    start = time.thread_time()
-    run_with_sequence(optimizer, groups, sequence, torch.Generator().manual_seed(0))
-    seconds = (time.thread_time() - start) / len(sequence)
-    return next((steps for limit, steps in SLOW_STEPS if seconds > limit), most_steps)
+    parameters, trial_optimizer = start_trial(optimizer, groups)
+    seconds = []
+    for _ in range(MEASURED_STEPS):
+        start = time.thread_time()
+        run_trial_step(trial_optimizer, parameters, [torch.ones_like(each) for each in parameters])
+        seconds.append(time.thread_time() - start)
+    # the shortest one: the first step of a process loads what it calls
+    allowed = next((steps for limit, steps in SLOW_STEPS if min(seconds) > limit), most_steps)
+    return min(allowed, most_steps)
 
 
 @contextmanager
