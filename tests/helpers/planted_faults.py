@@ -23,6 +23,7 @@ from torch.utils.data import TensorDataset
 from paragrad import Job
 from paragrad.engine import batch_norm
 from paragrad.engine import exchange as exchanges
+from paragrad.engine.optimizer import update_probe
 from paragrad.jobs import loss
 from paragrad.parallel.data import shared_memory
 from paragrad.strategies.strategy import PER_ELEMENT
@@ -197,7 +198,7 @@ def flat_pieces(net: Net) -> None:
     Of one rank alone it is nothing: all take the most careful answer, as ranks that cut
     differently would wait for one another, or leave elements to nobody.
     """
-    mock.patch.object(shared_memory, "agree_on_granularity", return_value=PER_ELEMENT).start()
+    mock.patch.object(update_probe, "find_update_granularity", return_value=PER_ELEMENT).start()
 
 
 class Centralised(torch.optim.SGD):

@@ -88,8 +88,8 @@ class Replica:
     """What this rank holds of a training.
 
     Attributes:
-        module: The model (or its part on this rank) and the loss. Its forward pass gives the sum of
-            losses.
+        module: The model (or its part on this rank) and the loss. Its forward pass gives a
+            share of the mean, and its weight.
 
         optimizer: The optimizer of the parameters on this rank.
 

@@ -674,7 +674,7 @@ def build_filled_model(model: nn.Module, tensors: Mapping[str, Tensor | None]) -
     replacements: dict[int, Tensor] = {}
     for name, parameter in whole.named_parameters():
         if (value := tensors.get(name)) is not None:
-            replacements[id(parameter)] = nn.Parameter(value, parameter.requires_grad)
+            replacements[id(parameter)] = nn.Parameter(value.detach(), parameter.requires_grad)
     for name, buffer in whole.named_buffers():
         if (value := tensors.get(name)) is not None:
             replacements[id(buffer)] = value

@@ -313,7 +313,7 @@ class TrainingLoop(BatchLoop[int]):
         """Whether the next step is the last one, or the last before a checkpoint."""
         number = self.trainer.steps + 1
         interval = self.validated_run.settings.save
-        return self.training.is_exact_split and (
+        return self.training.compares_steps and (
             number == self.steps or bool(interval and number % interval == 0)
         )
 

@@ -85,6 +85,7 @@ class Run(Record):
             "audit": asdict(self.sample_count),
             "first_step": self.first_step,
             "compared_steps": self.compared_steps,
+            "compared_updates": self.compared_updates,
             "events": self.event_messages,
             "noise": self.noise and {**asdict(self.noise), "scale": self.noise.scale},
             "difference": difference.get("value"),
@@ -118,6 +119,15 @@ class Run(Record):
                 for line in self.select_lines("event")
                 if line["name"] == "checked" and "step" in line["numbers"]
             }
+        )
+
+    @property
+    def compared_updates(self) -> int:
+        """The number of compared steps of which the update was compared too."""
+        return sum(
+            line["numbers"].get("update") == 1.0
+            for line in self.select_lines("event")
+            if line["name"] == "checked"
         )
 
     @property

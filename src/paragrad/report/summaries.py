@@ -92,10 +92,7 @@ def _describe_run(finished: Run, found: Mapping[str, Any]) -> dict[str, Any]:
         "memory of a rank (the most that any holds)": format_memory_kinds(found["memory"]) or None,
         "audit": str(finished.sample_count),
         "first step": found["first_step"],
-        "compared with one worker": f"{found['compared_steps']:,} of {found['steps']:,} steps were "
-        "compared: all the same"
-        if found["compared_steps"]
-        else None,
+        "compared with one worker": _describe_compared_steps(found),
         "what happened": summarize_events(found["events"]),
         "gradient noise scale": describe_noise_scale(finished),
         "difference from serial (relative, float64, 20 steps)": found["difference"]
@@ -106,6 +103,14 @@ def _describe_run(finished: Run, found: Mapping[str, Any]) -> dict[str, Any]:
         "record": found["folder"],
         "trace": found["trace"] and f"{found['trace']}, which https://ui.perfetto.dev opens",
     }
+
+
+def _describe_compared_steps(found: Mapping[str, Any]) -> str | None:
+    steps, updates = found["compared_steps"], found["compared_updates"]
+    if not steps:
+        return None
+    text = f"{steps:,} of {found['steps']:,} steps were compared: all the same"
+    return text if updates == steps else f"{text} ({steps - updates:,} without their update)"
 
 
 def describe_noise_scale(run: Run) -> str | None:

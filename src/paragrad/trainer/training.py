@@ -301,7 +301,6 @@ class Training:
         self.is_exact_split = (
             strategy.exact
             and not options.skip_first_step_check
-            and options.check_share > 0
             and (world.size > 1 or division.micro > 1)
         )
         self.state = TrainingState(
@@ -417,7 +416,7 @@ class Training:
         exchange.start_step(setup.world.stop.is_requested, samples, batch.epoch)
         if setup.layout.is_partitioned:
             setup.layout.reset_sent_bytes()
-        divisor = self._choose_divisor(batch, samples)
+        divisor = self.choose_divisor(batch, samples)
         self.used_autocast = False
         with ExitStack() as stack:
             stack.enter_context(setup.module.divide_by(divisor))
@@ -437,7 +436,7 @@ class Training:
             setup.layout.sum_shared_gradients(setup.parameters)
         return sums._replace(divisor=divisor)
 
-    def _choose_divisor(self, batch: Batch, samples: int) -> float | None:
+    def choose_divisor(self, batch: Batch, samples: int) -> float | None:
         """Choose by what the passes divide the sums of micro-batches.
 
         Before all weights are known, the mean over several parts cannot be taken. So the passes
@@ -453,8 +452,8 @@ class Training:
             The divisor. None if this rank's part is the whole batch, in one micro-batch; backward
             then runs on what the loss returned.
         """
-        state = self.state
-        has_own_mean = self.exchange.steps_alone or (
+        state, exchange = self.state, self.setup.exchange
+        has_own_mean = (exchange is not None and exchange.steps_alone) or (
             len(state.replicas) == len(state.division.shares)
         )
         if has_own_mean and len(batch.micro_batches) == 1:
@@ -577,6 +576,11 @@ class Training:
     def draws(self) -> Draws:
         """The random draws of the model."""
         return self.setup.draws
+
+    @property
+    def compares_steps(self) -> bool:
+        """Whether steps are compared with one worker's."""
+        return self.is_exact_split and self.options.check_share > 0
 
     @property
     def is_plain(self) -> bool:

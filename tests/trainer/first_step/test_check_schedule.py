@@ -57,7 +57,13 @@ def test_each_interval_has_one_check() -> None:
         plan = following
 
 
-def test_a_check_before_the_planned_one_leaves_the_plan() -> None:
-    """The last step before a checkpoint is checked besides those that are planned."""
+def test_a_check_before_the_planned_one_takes_its_place() -> None:
+    """The last step before a checkpoint is checked; the interval has had its check then."""
     plan = CheckPlan(40, 60)
-    assert plan.plan_next(30, 0, 0.01, CheckCosts(1.0, 1.0, 2.0)) == plan
+    following = plan.plan_next(30, 0, 0.01, CheckCosts(1.0, 1.0, 2.0))
+    assert 60 < following.step <= following.interval_end
+
+
+def test_a_check_between_the_fixed_ones_leaves_them() -> None:
+    plan = CheckPlan(8, 8)
+    assert plan.plan_next(5, 0, 0.01, CheckCosts(1.0, 1.0, 2.0)) == plan

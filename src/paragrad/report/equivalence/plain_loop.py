@@ -12,6 +12,7 @@ model that returns its own loss), the losses are weighed as the product does.
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import types
 from collections.abc import Iterable, Iterator, Mapping
@@ -199,7 +200,7 @@ class PlainLoop:
             if self.scheduler is not None:
                 self.scheduler.step()
         for group, values in zip(self.optimizer.param_groups, groups, strict=True):
-            group.update(values)
+            group.update(copy.deepcopy(values))
         self.steps = steps
 
     def split_batch(self, inputs: Any, target: Any, samples: int) -> list[MicroBatchPart]:

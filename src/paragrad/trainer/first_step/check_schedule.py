@@ -55,12 +55,13 @@ class CheckPlan:
         """Plan the check after one that is done.
 
         Args:
-            done: The step that was checked. If it was not the planned one, the plan stays.
+            done: The step that was checked. If it was not the planned one but, for example, the
+                last before a checkpoint, it takes the place of the planned one.
             seed: The seed of the training.
             share: The largest share of checks in the run's time, above 0 and at most 1.
             costs: What checks and steps have cost.
         """
-        if done < self.step:
+        if done < self.step <= FIXED_STEPS[-1]:
             return self
         if fixed := [step for step in FIXED_STEPS if step > done]:
             return CheckPlan(fixed[0], fixed[0])

@@ -8,8 +8,10 @@ not count, longer padding, or a hook that begins later show late.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +23,6 @@ from torch import Tensor
 from paragrad.datasets.loading import clone_batch, convert_batch
 from paragrad.engine.exchange import SHARED_PARAMETER_CHANGED, UNCARRIED_PARAMETER_CHANGED
 from paragrad.engine.layout import Layout
-from paragrad.engine.probe import has_parameter_hooks
 from paragrad.engine.state.preserve_state import (
     ModuleSnapshot,
     PythonState,
@@ -59,6 +60,7 @@ from paragrad.trainer.first_step.step_result import StepOutcome
 from paragrad.trainer.first_step.update_check import (
     UpdateCheck,
     gather_trained,
+    list_group_ids,
     list_group_names,
     make_reference_update,
 )
@@ -68,8 +70,15 @@ from paragrad.trainer.training import Training
 
 OTHER_UPDATE = (
     "the update differs from that of one worker's optimizer with the same gradients: by {:.3g}, "
-    "where the largest value is {:.3g}. The gradients were equal; an optimizer that sees parts of "
-    "tensors, or state that a rank changed, does that: train with state=replicated"
+    "where the largest value is {:.3g}"
+)
+OTHER_STATE = (
+    "the update differs from that of one worker's optimizer with the same gradients: the value is "
+    "missing, of another shape, or not finite on one side"
+)
+UPDATE_CAUSE = (
+    "The gradients were equal. Likely cause: the optimizer looks at more than it is given on a "
+    "rank, or something else changes parameters or state there"
 )
 UNEQUAL_GRADIENTS = (
     "before the update ranks {} and {} hold copies of it with other gradients, or another buffer; "
@@ -103,6 +112,8 @@ class FirstStep:
         group_names: The serial names of the parameters in each group of the optimizer; None if one
             of them is not the model's.
 
+        group_ids: The parameters of the groups after the set-up, by identity.
+
         part_state: The Python state of this rank's part when the model was partitioned, or None.
 
         update_check: One worker's update, or why it cannot be compared, or None.
@@ -119,6 +130,7 @@ class FirstStep:
         self.state_before: ModuleSnapshot | None = None
         self.refusal: StepFailed | None = None
         self.group_names: list[list[str]] | None = None
+        self.group_ids: list[list[int]] = []
         self.part_state: PythonState | None = None
         self.update_check: UpdateCheck | str | None = None
         self.schedule = CheckSchedule(training.seed, training.options.check_share)
@@ -140,13 +152,13 @@ class FirstStep:
         setup = training.setup
         if self.refusal is not None:
             raise self.refusal
-        if setup.layout.is_partitioned and not training.options.skip_first_step_check:
-            refuse_unequal_copies(setup.layout, setup.parameters, setup.model)
-        if not training.is_exact_split:
-            return
-        as_loaded = is_given_as_loaded_everywhere(training, inputs, target)
         with self.schedule.measure_part(begins=True):
-            self._make_reference(batch, inputs, target, as_loaded)
+            if setup.layout.is_partitioned and not training.options.skip_first_step_check:
+                refuse_unequal_copies(setup.layout, setup.parameters, setup.model)
+            if not training.compares_steps:
+                return
+            as_loaded = is_given_as_loaded_everywhere(training, inputs, target)
+        self._make_reference(batch, inputs, target, as_loaded)
 
     def set_up(self, batch: Batch, inputs: Any, target: Any) -> None:
         """Probe the model, make the reference step, and build exchange and passes. Collective.
@@ -178,11 +190,10 @@ class FirstStep:
             functools.partial(run_model_once, training, batch, inputs, target),
             self.inspections,
         )
-        if is_exact_split:
-            with self.schedule.measure_part(begins=True):
-                self._make_reference(batch, inputs, target, as_loaded, set_up)
+        if training.compares_steps:
+            self._make_reference(batch, inputs, target, as_loaded, set_up)
             return
-        if is_skipped:
+        if is_skipped or is_exact_split:
             training.log.write_choice("first step", "not checked", "asked for")
         set_up(False)
         self._empty_user_model()
@@ -203,17 +214,23 @@ class FirstStep:
         self.step_check = self.state_before = None
         checked = (batch, inputs, target)
         description = "this step"
-        whole = assemble_whole_module(training, self.part_state)
-        check, reason = make_reference_step(training, *checked, as_loaded, whole)
-        if check is None and as_loaded and (smaller_batch := shrink_batch(training, batch)):
-            checked = smaller_batch, *fetch_places(training, smaller_batch, smaller_batch.places)
+        with self.schedule.measure_part(begins=set_up is not None):
+            whole = assemble_whole_module(training, self.part_state)
             check, reason = make_reference_step(training, *checked, as_loaded, whole)
-            description = (
-                f"its first {len(smaller_batch.sample_indices)} samples, for which there is room "
-                "on one rank,"
-            )
+            smaller_batch = None
+            if check is None and as_loaded and not whole.obstacle:
+                smaller_batch = shrink_batch(training, batch)
+            if smaller_batch is not None:
+                places = smaller_batch.places
+                checked = smaller_batch, *fetch_places(training, smaller_batch, places)
+                check, reason = make_reference_step(training, *checked, as_loaded, whole)
+                description = (
+                    f"its first {len(smaller_batch.sample_indices)} samples, for which there is "
+                    "room on one rank,"
+                )
         if set_up:
             set_up(check is not None)
+            self.group_ids = list_group_ids(training.state.optimizer)
             if training.setup.layout.is_partitioned:
                 self.part_state = PythonState(find_state_owners(training.setup.model))
         if check is None:
@@ -224,6 +241,18 @@ class FirstStep:
                 what = "a later step" if training.state.own_steps else "the first step"
                 warnings.warn(f"{what} is not compared with one worker's: {reason}", stacklevel=2)
             return
+        with self.schedule.measure_part():
+            self._adopt_check(check, whole, checked, description)
+
+    def _adopt_check(
+        self,
+        check: StepCheck,
+        whole: WholeModule,
+        checked: tuple[Batch, Any, Any],
+        description: str,
+    ) -> None:
+        """Keep the check of this step, or rehearse the step and compare at once. Collective."""
+        training = self.training
         state_before = ModuleSnapshot(
             training.module,
             () if check.first_rank_only else check.serial_outcome.changed_parameters,
@@ -241,7 +270,7 @@ class FirstStep:
             and not training.setup.strategy.servers
             and whole.is_everywhere
             and whole.module is not None
-            and not has_parameter_hooks(whole.module)
+            and not whole.is_hooked
         ):
             rerun = functools.partial(
                 self._rerun_in_float64,
@@ -253,7 +282,7 @@ class FirstStep:
             )
             check = replace(check, rerun_in_float64=rerun)
         self.step_check, self.state_before = check, state_before
-        if training.options.autocast is not None or checked[0] is not batch:
+        if training.options.autocast is not None or description != "this step":
             self._rehearse_step(*checked, description)
 
     def _rerun_in_float64(
@@ -430,12 +459,22 @@ class FirstStep:
         Raises:
             StepFailed: If the step differs from one worker's.
         """
-        if not self.training.is_exact_split:
+        if not self.training.compares_steps:
             return
         with self.schedule.measure_part():
             if self.step_check is not None:
                 self._check_outcome(loss, weight, "this step")
-            self.update_check = make_reference_update(self.training, self.group_names)
+            self.update_check = make_reference_update(self.training, self._find_group_names())
+
+    def _find_group_names(self) -> list[list[str]] | None:
+        """Return the names of the parameters in each group; None if they are not known any more."""
+        setup, optimizer = self.training.setup, self.training.state.optimizer
+        if list_group_ids(optimizer) == self.group_ids:
+            return self.group_names
+        has_own = setup.exchange is not None and setup.exchange.sharing_ranks > 1
+        if setup.shard_layout.is_partitioned or has_own:
+            return None
+        return list_group_names(setup.model, optimizer)
 
     def compare_update(self) -> None:
         """Compare what the update left with one worker's update, and plan the next check.
@@ -446,9 +485,10 @@ class FirstStep:
             StepFailed: If the update differs, or replicas are not equal bit for bit.
         """
         training, state = self.training, self.training.state
-        if not training.is_exact_split:
-            # copies in a partitioned model are compared at doubling distances
-            state.plan_check(2 * (state.own_steps + 1))
+        if not training.compares_steps:
+            if not training.is_exact_split:
+                # copies in a partitioned model are compared at doubling distances
+                state.plan_check(2 * (state.own_steps + 1))
             return
         with self.schedule.measure_part():
             check, self.update_check = self.update_check, None
@@ -463,18 +503,26 @@ class FirstStep:
                 else f"; its update was not compared ({check})"
             )
             training.log.write_event(
-                "checked", text, step=state.steps, seconds=self.schedule.last_seconds
+                "checked",
+                text,
+                step=state.steps,
+                seconds=self.schedule.last_seconds,
+                update=float(isinstance(check, UpdateCheck)),
             )
         self.finding = ""
 
     def _refuse_other_update(self, check: UpdateCheck) -> None:
         training = self.training
         parameters, state = gather_trained(training)
-        gap = check.find_gap(parameters, state) if training.world.rank == 0 else None
+        gap = None
+        if training.world.rank == 0:
+            with contextlib.suppress(Exception):  # what cannot be compared is not refused
+                gap = check.find_gap(parameters, state)
         if (gap := training.world.broadcast_object(gap)) is not None:
-            raise self._refuse(
-                OTHER_UPDATE.format(gap.value, gap.largest), gap.tensor or "parameters"
-            )
+            what = OTHER_UPDATE.format(gap.value, gap.largest)
+            if math.isinf(gap.value):
+                what = OTHER_STATE
+            raise self._refuse(f"{what}. {UPDATE_CAUSE}", gap.tensor or "parameters")
 
     def _refuse_unequal_replicas(self) -> None:
         """Compare the parameters and buffers of replicas, and other copies, bit for bit."""
@@ -546,7 +594,9 @@ class FirstStep:
             )
         if setup.shard_layout.is_partitioned:  # Only the parameters are sharded.
             _refuse_unequal_tensors(setup.shard_layout, gradients, setup.shard_layout.world)
-            gradients = setup.shard_layout.gather_serial_tensors(gradients)
+            gradients = setup.shard_layout.gather_serial_tensors(
+                gradients, on_all_ranks=not step_check.first_rank_only
+            )
         return step_check.find_mismatches(
             StepOutcome(
                 loss, weight, gradients, buffers, frozenset(), changed_parameters, changed_state

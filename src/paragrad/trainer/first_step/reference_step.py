@@ -11,6 +11,7 @@ import copy
 import functools
 import itertools
 import operator
+import pickle
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ from paragrad.engine.state.preserve_state import (
     find_state_owners,
     preserve_all_state,
 )
-from paragrad.engine.state.values import set_tensor_values
+from paragrad.engine.state.values import GeneratorState, is_same_value, set_tensor_values
 from paragrad.errors import StepFailed
 from paragrad.jobs.loss import LossModule, convert_loss
 from paragrad.jobs.precision import convert_model, find_coarsest_dtype, perturb_parameters
@@ -54,7 +55,26 @@ from paragrad.trainer.first_step.step_check import (
 from paragrad.trainer.first_step.step_result import StepOutcome
 from paragrad.trainer.training import Training
 
-PLAIN_NUMBERS = (bool, int, float, str, type(None))
+
+def _can_be_sent(value: Any) -> bool:
+    """Return whether a value of a module's attribute is equal after a message."""
+    if isinstance(value, GeneratorState):
+        return False
+    try:
+        return bool(is_same_value(pickle.loads(pickle.dumps(value)), value))
+    except Exception:
+        return False
+
+
+def _explain_no_room(training: Training) -> str:
+    """Explain why rank 0 has no memory for the whole model, its gradients and a baseline."""
+    available = read_available_memory() if training.world.device.type == "cpu" else None
+    needed = 6 * sum(
+        each.numel() * each.element_size() for each in training.setup.empty_model.parameters()
+    )
+    if training.world.rank or available is None or needed <= available:
+        return ""
+    return f"the whole model wants {needed >> 20} MiB on rank 0, and {available >> 20} are left"
 
 
 @dataclass(frozen=True)
@@ -66,10 +86,16 @@ class WholeModule:
             then None.
 
         is_everywhere: Whether every rank has the whole model, as its own.
+
+        is_hooked: Whether a parameter has a hook on any rank, which a copy would not have.
+
+        obstacle: Why there is none, or an empty text.
     """
 
     module: LossModule | None
     is_everywhere: bool
+    is_hooked: bool = False
+    obstacle: str = ""
 
 
 def assemble_whole_module(training: Training, python_state: PythonState | None) -> WholeModule:
@@ -79,20 +105,33 @@ def assemble_whole_module(training: Training, python_state: PythonState | None) 
         training: The training.
         python_state: The Python state of this rank's part when the model was partitioned.
     """
-    setup = training.setup
+    setup, world = training.setup, training.world
     if setup.exchange is None or not setup.explain_no_whole_model():
-        return WholeModule(training.module, True)
+        flags = world.all_gather(torch.tensor([has_parameter_hooks(training.module)]))
+        return WholeModule(training.module, True, any(map(bool, flags)))
     changes = {} if python_state is None else python_state.collect_changes()
-    parts = training.world.gather_objects(
-        {place: value for place, value in changes.items() if isinstance(value, PLAIN_NUMBERS)}
+    carried = {place: value for place, value in changes.items() if _can_be_sent(value)}
+    left = [".".join(filter(None, place)) for place in changes if place not in carried]
+    obstacles = world.gather_objects(
+        f"{left[0]} cannot be carried to rank 0, which would compare"
+        if left
+        else _explain_no_room(training)
     )
+    if obstacle := world.broadcast_object(next(filter(None, obstacles), "")):
+        return WholeModule(None, False, obstacle=obstacle)
+    parts = world.gather_objects(carried)
     model = setup.gather_model()
     if training.world.rank:
         return WholeModule(None, False)
     owners = find_state_owners(model)
     for (name, attribute), value in (item for part in parts for item in part.items()):
-        if name in owners:
-            vars(owners[name])[attribute] = value
+        owner = owners.get(name)
+        # a part may keep its parameters and buffers in attributes too
+        is_tensor_name = isinstance(owner, torch.nn.Module) and (
+            attribute in owner._buffers or attribute in owner._parameters
+        )
+        if owner is not None and not is_tensor_name:
+            vars(owner)[attribute] = value
     return WholeModule(training.module.wrap_model(model), False)
 
 
@@ -146,7 +185,7 @@ class ReferenceStep:
             self._restore_model()
             if move_parameters:
                 perturb_parameters(self.module.model, torch.Generator().manual_seed(training.seed))
-            outcome = run_reference_step(
+            return run_reference_step(
                 self.module,
                 parts,
                 self.draws,
@@ -155,13 +194,6 @@ class ReferenceStep:
                 self.loss_only,
                 test,
             )
-        if training.setup.exchange is not None and self.module is training.module:
-            training.exchange.note_outside_backward(
-                parameter
-                for name, parameter in self.module.model.named_parameters()
-                if outcome.gradients.get(name) is not None
-            )
-        return outcome
 
     def _restore_model(self) -> None:
         """Restore the model to its state before the step.
@@ -181,10 +213,25 @@ class ReferenceStep:
             number: The index of a sample ordering. A negative number repeats the step unchanged;
                 the number of orderings moves the parameters.
         """
-        return self.make_step(
+        reference = self if has_parameter_hooks(self.module) else self._copy_reference()
+        return reference.make_step(
             SAMPLE_ORDERINGS[number] if 0 <= number < len(SAMPLE_ORDERINGS) else list,
             move_parameters=number == len(SAMPLE_ORDERINGS),
         )
+
+    def _copy_reference(self) -> ReferenceStep:
+        """Copy the reference as it was before the step.
+
+        A step is made more than once after the passes of the strategy. DDP notes what a backward of
+        its own parameters uses, and would take it for the next step's.
+        """
+        try:
+            with preserve_all_state(self.module):
+                self._restore_model()
+                module = self.module.wrap_model(copy.deepcopy(self.module.model))
+        except Exception:  # The model cannot be copied.
+            return self
+        return replace(self, module=module, saved_states=[])
 
     def make_precise_step(self) -> StepOutcome:
         """Make the step in float64. Raises what the model raises in float64."""
@@ -252,7 +299,7 @@ def make_reference_step(
     baseline = None
     reference = None
     capacity, explanation = _estimate_sample_capacity(training, batch)
-    reason = explanation if capacity < len(batch.sample_indices) else None
+    reason = whole.obstacle or (explanation if capacity < len(batch.sample_indices) else None)
     given_batches = (
         None
         if as_loaded
@@ -294,6 +341,13 @@ def make_reference_step(
             )
             start = time.monotonic()
             outcome = reference.make_step(list if world.rank == 0 else SAMPLE_ORDERINGS[0])
+            if training.setup.exchange is not None and whole.module is training.module:
+                parameters = dict(whole.module.model.named_parameters())
+                training.exchange.note_outside_backward(
+                    parameters[name]
+                    for name, gradient in outcome.gradients.items()
+                    if gradient is not None
+                )
             reference.saved_states.append(ModuleSnapshot(whole.module, outcome.changed_parameters))
             serial, baseline = (outcome, None) if world.rank == 0 else (None, outcome)
             # All other ranks wait for both steps, so the second is made only if there is time.
@@ -323,9 +377,7 @@ def make_reference_step(
         shared_outcome,
         baseline,
         reference.make_variant if reference else None,
-        reference.make_precise_step
-        if reference and not has_parameter_hooks(reference.module)
-        else None,
+        reference.make_precise_step if reference and not whole.is_hooked else None,
         eps,
         precision == torch.float64,
         is_partitioned,

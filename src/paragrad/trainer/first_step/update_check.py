@@ -29,6 +29,7 @@ from paragrad.trainer.training import Training
 
 VALUE_EPS = 8  # in eps of a value: how far it may differ
 CHANGE_EPS = 4096  # in eps of a value's change
+LARGEST_CHANGE = 0.01  # of a value's change, in types of few digits
 
 
 # what torch keeps in an optimizer besides groups, state and defaults, and sets anew in a copy
@@ -68,6 +69,15 @@ def list_group_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list
     return None if any(None in group for group in groups) else groups  # type: ignore[return-value]
 
 
+def list_group_ids(optimizer: torch.optim.Optimizer) -> list[list[int]]:
+    """List the parameters in each group of an optimizer by identity.
+
+    Args:
+        optimizer: The optimizer.
+    """
+    return [[id(each) for each in group["params"]] for group in optimizer.param_groups]
+
+
 def explain_no_copy(
     optimizer: torch.optim.Optimizer,
     group_names: list[list[str]] | None,
@@ -85,17 +95,30 @@ def explain_no_copy(
     """
     kind = type(optimizer).__name__
     if group_names is None:
-        return f"{kind} holds a parameter that is not the model's"
+        return f"{kind} holds other parameters than the model's, or than at the beginning"
     if len(group_names) != len(optimizer.param_groups):
         return f"{kind} has got another group of parameters since the first step"
     if steps_on_servers and not type(optimizer).__module__.startswith("torch.optim."):
         return f"{kind} steps on the servers, and what it counts beside states is there"
+    for group in optimizer.param_groups:
+        for name, value in group.items():
+            if name != "params" and not _is_plain(value) and not is_number_tensor(value):
+                return f"{kind} keeps {name} in a group"
     for name, value in vars(optimizer).items():
         if name.endswith("_hooks") and value:
             return f"{kind} has a hook, which may act on the model itself"
         if name not in TORCH_ATTRIBUTES and not _is_plain(value):
             return f"{kind} keeps {name} in an attribute"
     return None
+
+
+def is_number_tensor(value: Any) -> bool:
+    """Return whether a value is a tensor of one number, such as a rate, and no parameter.
+
+    Args:
+        value: The value.
+    """
+    return isinstance(value, Tensor) and value.numel() == 1 and not isinstance(value, nn.Parameter)
 
 
 def _is_plain(value: Any) -> bool:
@@ -214,9 +237,10 @@ def _measure_excess(ours: Any, expected: Tensor, initial: Any) -> tuple[float, f
     )
     difference = (ours.to(wide) - expected.to(wide)).abs()
     change = (expected.to(wide) - start).abs()
-    allowed = VALUE_EPS * eps * expected.to(wide).abs() + CHANGE_EPS * eps * change
+    share = min(CHANGE_EPS * eps, LARGEST_CHANGE)
+    allowed = VALUE_EPS * eps * expected.to(wide).abs() + share * change
     # what cancels in one value is compared with the tensor's largest
-    allowed += VALUE_EPS * eps * change.max()
+    allowed += min(VALUE_EPS * eps, LARGEST_CHANGE) * change.max()
     finite = torch.isfinite(difference)
     if not bool(torch.equal(torch.isfinite(ours), torch.isfinite(expected))):
         return float("inf"), float("inf")
@@ -237,11 +261,12 @@ def make_reference_update(
         The check; on other ranks an empty one. Or why the update cannot be compared.
     """
     setup, optimizer = training.setup, training.state.optimizer
-    if reason := explain_no_copy(optimizer, group_names, bool(setup.strategy.servers)):
-        return reason
-    assert group_names is not None
-    if reason := training.world.broadcast_object(_explain_no_room(training)):
+    reason = explain_no_copy(optimizer, group_names, bool(setup.strategy.servers))
+    # one rank's reason is all ranks' reason: the rest is collective
+    reasons = training.world.gather_objects(reason or _explain_no_room(training))
+    if reason := training.world.broadcast_object(next(filter(None, reasons), None)):
         return str(reason)
+    assert group_names is not None
     gradients = setup.shard_layout.gather_serial_tensors(
         training.exchange.gather_mean_gradients(), on_all_ranks=False
     )
@@ -258,6 +283,8 @@ def make_reference_update(
 
 def _explain_no_room(training: Training) -> str | None:
     """Explain why rank 0 has no memory for copies of all parameters and their state."""
+    if training.world.rank:
+        return None
     available = read_available_memory() if training.world.device.type == "cpu" else None
     parameters = sum(
         each.numel() * each.element_size() for each in training.setup.empty_model.parameters()
