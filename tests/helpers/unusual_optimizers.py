@@ -121,7 +121,8 @@ class Harmonic(torch.optim.Optimizer):
     """SGD whose rate falls with a count in its group, and whose momenta are in a dictionary."""
 
     def __init__(self, parameters: object, lr: float = 0.1) -> None:
-        super().__init__(parameters, {"lr": lr, "count": torch.tensor(0.0), "rates": []})  # type: ignore[arg-type]
+        defaults = {"lr": lr, "count": torch.tensor(0.0), "rates": []}
+        super().__init__(parameters, defaults)  # type: ignore[arg-type]
 
     @torch.no_grad()
     def step(self, closure: object = None) -> None:  # type: ignore[override]

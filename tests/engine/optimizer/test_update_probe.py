@@ -52,7 +52,8 @@ def sum_in_group(optimizer: Any, group: Any, parameter: Tensor, state: Any) -> N
 
 
 def sum_in_attribute(optimizer: Any, group: Any, parameter: Tensor, state: Any) -> None:
-    optimizer.total = getattr(optimizer, "total", 0.0) + float(parameter.grad.sum())  # type: ignore[union-attr]
+    assert parameter.grad is not None
+    optimizer.total = getattr(optimizer, "total", 0.0) + float(parameter.grad.sum())
 
 
 def sum_in_global_state(optimizer: Any, group: Any, parameter: Tensor, state: Any) -> None:
@@ -119,7 +120,8 @@ class Sums:
 
 
 def keep_object(optimizer: Any, group: Any, parameter: Tensor, state: Any) -> None:
-    state.setdefault("sums", Sums()).total += float(parameter.grad.sum())  # type: ignore[union-attr]
+    assert parameter.grad is not None
+    state.setdefault("sums", Sums()).total += float(parameter.grad.sum())
 
 
 @pytest.mark.parametrize(
@@ -163,7 +165,8 @@ def test_classes_of_torch_are_known_by_exact_type(cls: type[torch.optim.Optimize
     with mock.patch.object(
         update_probe, "_try_granularity", side_effect=AssertionError("tried")
     ) as trial:
-        assert find_update_granularity(cls(make_parameters())) == "element"  # type: ignore[call-arg]
+        optimizer = cls(make_parameters())  # type: ignore[call-arg]
+        assert find_update_granularity(optimizer) == "element"
         with pytest.raises(AssertionError, match="tried"):
             find_update_granularity(subclass(make_parameters()))
     assert trial.call_count == 1

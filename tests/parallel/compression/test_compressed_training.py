@@ -303,10 +303,10 @@ def test_pipeline_stage_is_clipped_by_its_replica_share(tmp_path: Path) -> None:
     still.
     """
     made = vectors(optimizer=heavy, clip_norm=0.3)
-    dgc = "data(2, compress=dgc(0.05, warmup=0))"
+    dgc = "compress=dgc(0.05, warmup=0)"
     plainly, parts = (
         pg.train(made, text, runs=tmp_path).model()
-        for text in (dgc, f"{dgc} * pipeline(2, micro=2)")
+        for text in (f"data(2, micro=2, {dgc})", f"data(2, {dgc}) * pipeline(2, micro=2)")
     )
     assert close(plainly.state_dict(), parts.state_dict())
 

@@ -327,7 +327,8 @@ class PlainLoop:
 
 def _take_mean(value: Any) -> Tensor:
     """Return the mean that a loss stands for."""
-    return value[0] / float(value[1]) if isinstance(value, tuple) else value  # type: ignore[no-any-return]
+    mean: Tensor = value[0] / float(value[1]) if isinstance(value, tuple) else value
+    return mean
 
 
 def _join(values: list[Any], parts: list[MicroBatchPart]) -> Any:
