@@ -230,7 +230,12 @@ def test_right_runs_compare_steps_to_the_end(strategy: str, tmp_path: Path) -> N
     job = make_job(
         "right",
         lambda: nn.Sequential(
-            nn.Linear(10, 8), nn.LayerNorm(8), nn.Dropout(0.1), nn.Linear(8, 8), nn.Linear(8, 4)
+            nn.Linear(10, 8),
+            nn.BatchNorm1d(8),
+            nn.LayerNorm(8),
+            nn.Dropout(0.1),
+            nn.Linear(8, 8),
+            nn.Linear(8, 4),
         ),
         LONG,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01),

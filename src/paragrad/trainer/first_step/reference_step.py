@@ -109,7 +109,20 @@ def assemble_whole_module(training: Training, python_state: PythonState | None) 
     if setup.exchange is None or not setup.explain_no_whole_model():
         flags = world.all_gather(torch.tensor([has_parameter_hooks(training.module)]))
         return WholeModule(training.module, True, any(map(bool, flags)))
-    changes = {} if python_state is None else python_state.collect_changes()
+    model = setup.empty_model
+    # a part may keep its parameters and buffers in attributes too
+    tensor_names = {
+        name
+        for name, _ in (
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        )
+    }
+    changes = {
+        place: value
+        for place, value in (python_state.collect_changes() if python_state else {}).items()
+        if ".".join(filter(None, place)) not in tensor_names
+    }
     carried = {place: value for place, value in changes.items() if _can_be_sent(value)}
     left = [".".join(filter(None, place)) for place in changes if place not in carried]
     obstacles = world.gather_objects(
@@ -125,13 +138,8 @@ def assemble_whole_module(training: Training, python_state: PythonState | None) 
         return WholeModule(None, False)
     owners = find_state_owners(model)
     for (name, attribute), value in (item for part in parts for item in part.items()):
-        owner = owners.get(name)
-        # a part may keep its parameters and buffers in attributes too
-        is_tensor_name = isinstance(owner, torch.nn.Module) and (
-            attribute in owner._buffers or attribute in owner._parameters
-        )
-        if owner is not None and not is_tensor_name:
-            vars(owner)[attribute] = value
+        if name in owners:
+            vars(owners[name])[attribute] = value
     return WholeModule(training.module.wrap_model(model), False)
 
 
