@@ -91,6 +91,34 @@ def test_serial_is_the_plain_loop(name: str, dtype: torch.dtype) -> None:
     assert_bit_equal(ours, loop.state())
 
 
+BUILT_IN = {
+    "digits": {},
+    "inception-digits": {},
+    "mnist-mlp": {},
+    "mnist-cnn": {"norm": "batch"},
+    "mnist-resnet": {},
+    "shakespeare-lstm": {"hidden": 32, "length": 32},
+    "shakespeare-gpt": {"layers": 2, "width": 32, "heads": 2, "context": 32},
+}
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_built_in_jobs_are_plain(
+    name: str, dtype: torch.dtype, request: pytest.FixtureRequest
+) -> None:
+    folder = None if "digits" in name else request.getfixturevalue("data")
+    job = pg.job(name, **BUILT_IN[name]).replace(dtype=dtype, test=None)
+    dataset = open_dataset(job.train, folder)
+    job = job.replace(train=dataset)
+    ours, losses, draws = train_serially(job)
+    places = list_first_batches(job.make_order(len(dataset)), STEPS)
+    loop = PlainLoop(job, dataset, places, torch.device("cpu"), draws)
+    assert losses == [loop.step() for _ in range(STEPS)]
+    assert_bit_equal(ours, loop.state())
+
+
 # ---- hooks -----------------------------------------------------------------------------------
 class Counted:
     """Calls a function with each gradient from a number of calls on."""

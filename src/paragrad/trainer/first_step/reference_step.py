@@ -176,23 +176,22 @@ class ReferenceStep:
     initial_buffers: dict[str, torch.Tensor]
     saved_states: list[ModuleSnapshot]
 
-    def make_step(
-        self, ordering: SampleOrdering = list, move_parameters: bool = False
-    ) -> StepOutcome:
+    def make_step(self, ordering: SampleOrdering = list, moved: int = 0) -> StepOutcome:
         """Make one worker's step.
 
         Args:
             ordering: The ordering of the samples of each part.
-            move_parameters: Whether every parameter is moved up or down by one unit in its last
-                place.
+            moved: If not 0, every parameter is moved up or down by one unit in its last place, in
+                directions that this number draws.
         """
         training = self.training
         parts = self.load_parts(ordering)
         test = self.load_test_part(ordering)
         with preserve_all_state(self.module), training.batch_norm.use_probe_mode():
             self._restore_model()
-            if move_parameters:
-                perturb_parameters(self.module.model, torch.Generator().manual_seed(training.seed))
+            if moved:
+                signs = torch.Generator().manual_seed(training.seed + moved - 1)
+                perturb_parameters(self.module.model, signs)
             return run_reference_step(
                 self.module,
                 parts,
@@ -218,13 +217,13 @@ class ReferenceStep:
         """Repeat the step with the samples in another ordering, or with moved parameters.
 
         Args:
-            number: The index of a sample ordering. A negative number repeats the step unchanged;
-                the number of orderings moves the parameters.
+            number: The index of a sample ordering. A negative number repeats the step unchanged; a
+                number that is no ordering's moves the parameters, each number in other directions.
         """
         reference = self if has_parameter_hooks(self.module) else self._copy_reference()
         return reference.make_step(
             SAMPLE_ORDERINGS[number] if 0 <= number < len(SAMPLE_ORDERINGS) else list,
-            move_parameters=number == len(SAMPLE_ORDERINGS),
+            moved=max(0, number + 1 - len(SAMPLE_ORDERINGS)),
         )
 
     def _copy_reference(self) -> ReferenceStep:
