@@ -23,14 +23,20 @@ pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm")]
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
+def make_start(dtype: torch.dtype) -> Tensor:
+    return torch.randn(40, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
 def make_check(dtype: torch.dtype) -> UpdateCheck:
     """One worker's SGD step of 0.1 on random numbers."""
-    generator = torch.Generator().manual_seed(0)
-    before = torch.randn(40, generator=generator).to(dtype)
+    before = make_start(dtype)
+    generator = torch.Generator().manual_seed(1)
     gradient = torch.randn(40, generator=generator).to(dtype)
     after = before - 0.1 * gradient
     momentum = {"momentum_buffer": gradient}
-    return UpdateCheck({"w": before}, {"w": after}, {"w": {}}, {"w": momentum})
+    changes = {"w": float((after - before).abs().max())}
+    changes["momentum_buffer of w"] = float(gradient.abs().max())
+    return UpdateCheck({"w": after}, {"w": momentum}, changes)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -38,7 +44,7 @@ def make_check(dtype: torch.dtype) -> UpdateCheck:
 def test_other_updates_are_found_in_every_type(dtype: torch.dtype, factor: float) -> None:
     """In bfloat16 32 times the change was allowed: no update at all was one worker's."""
     check = make_check(dtype)
-    before, after = check.initial_parameters["w"], check.parameters["w"]
+    before, after = make_start(dtype), check.parameters["w"]
     gap = check.find_gap({"w": before + factor * (after - before)}, check.state)
     assert gap is not None
     assert gap.tensor == "w"

@@ -6,14 +6,16 @@ and the same state. The optimizer of each rank may hold a part of the parameters
 another process (a server).
 
 The operations are the same on the same numbers. So a value may differ by a few units in its last
-place, and by a small part of its change: the norm of a divided gradient is summed in another order.
+place, and by a small part of the largest change in its tensor: the norm of a divided gradient is
+summed in another order.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,22 +178,19 @@ class UpdateCheck:
     """One worker's update, made on copies, to compare the strategy's with.
 
     Attributes:
-        initial_parameters: The parameters before the update.
-
         parameters: The parameters that one worker's update leaves.
 
-        initial_state: The optimizer's state before the update, by parameter.
+        state: The optimizer's state that it leaves, by parameter.
 
-        state: The state that one worker's update leaves.
+        changes: By how much it changes a parameter or an entry of the state at most, by name.
     """
 
-    initial_parameters: dict[str, Tensor]
     parameters: dict[str, Tensor]
-    initial_state: OptimizerState
     state: OptimizerState
+    changes: dict[str, float]
 
     def find_gap(self, parameters: Mapping[str, Tensor], state: OptimizerState) -> Gap | None:
-        """Find the parameter or the state that differs most.
+        """Find the parameter or the entry of the state that differs most.
 
         Args:
             parameters: The parameters that the strategy's update left.
@@ -201,51 +200,54 @@ class UpdateCheck:
             The difference; None if all are equal.
         """
         worst: tuple[float, Gap] | None = None
-        pairs = [
-            (name, parameters.get(name), each, self.initial_parameters[name])
-            for name, each in self.parameters.items()
-        ]
-        for name, values in self.state.items():
-            initial = self.initial_state.get(name, {})
-            pairs += [
-                (f"{key} of {name}", state.get(name, {}).get(key), value, initial.get(key))
-                for key, value in values.items()
-                if isinstance(value, Tensor)
-            ]
-        for name, ours, expected, initial in pairs:
-            excess, value = _measure_excess(ours, expected, initial)
+        ours = dict(_iterate_tensors(parameters, state))
+        for name, expected in _iterate_tensors(self.parameters, self.state):
+            excess, value = _measure_excess(ours.get(name), expected, self.changes.get(name, 0.0))
             if excess > 1.0 and (worst is None or excess > worst[0]):
                 worst = excess, Gap(value, name, float(expected.abs().max()))
         return worst and worst[1]
 
 
-def _measure_excess(ours: Any, expected: Tensor, initial: Any) -> tuple[float, float]:
+def _iterate_tensors(
+    parameters: Mapping[str, Tensor], state: OptimizerState
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters, and the tensors of their state, by name."""
+    yield from parameters.items()
+    for name, values in state.items():
+        for key, value in values.items():
+            if isinstance(value, Tensor):
+                yield f"{key} of {name}", value
+
+
+def _measure_excess(ours: Tensor | None, expected: Tensor, change: float) -> tuple[float, float]:
     """Return (largest difference by what is allowed, largest difference)."""
-    if not isinstance(ours, Tensor) or ours.shape != expected.shape:
-        return float("inf"), float("inf")
-    ours = ours.to(expected.device)
+    if ours is None or ours.shape != expected.shape:
+        return math.inf, math.inf
+    ours = ours.detach().to(expected.device)
     if not expected.numel() or torch.equal(ours, expected):
         return 0.0, 0.0
     if not (expected.is_floating_point() or expected.is_complex()):
-        return float("inf"), float((ours.double() - expected.double()).abs().max())
+        return math.inf, float((ours.double() - expected.double()).abs().max())
+    if not torch.equal(torch.isfinite(ours), torch.isfinite(expected)):
+        return math.inf, math.inf
     wide = torch.complex128 if expected.is_complex() else torch.float64
     eps = torch.finfo(expected.dtype).eps
-    start = (
-        initial.to(expected.device, wide)
-        if isinstance(initial, Tensor) and initial.shape == expected.shape
-        else torch.zeros_like(expected, dtype=wide)
-    )
     difference = (ours.to(wide) - expected.to(wide)).abs()
-    change = (expected.to(wide) - start).abs()
     share = min(CHANGE_EPS * eps, LARGEST_CHANGE)
     allowed = VALUE_EPS * eps * expected.to(wide).abs() + share * change
-    # what cancels in one value is compared with the tensor's largest
-    allowed += min(VALUE_EPS * eps, LARGEST_CHANGE) * change.max()
     finite = torch.isfinite(difference)
-    if not bool(torch.equal(torch.isfinite(ours), torch.isfinite(expected))):
-        return float("inf"), float("inf")
     excess = (difference / allowed.clamp_min(torch.finfo(torch.float64).tiny))[finite]
     return float(excess.max()) if excess.numel() else 0.0, float(difference[finite].max())
+
+
+def _measure_change(before: Tensor | None, after: Tensor) -> float:
+    """Return the largest finite change of a value; of a new one, its largest magnitude."""
+    if not after.numel() or not (after.is_floating_point() or after.is_complex()):
+        return 0.0
+    has_start = before is not None and before.shape == after.shape
+    change = (after - before.to(after)).abs() if has_start and before is not None else after.abs()
+    change = change[torch.isfinite(change)]
+    return float(change.max()) if change.numel() else 0.0
 
 
 def make_reference_update(
@@ -270,11 +272,11 @@ def make_reference_update(
     gradients = setup.shard_layout.gather_serial_tensors(
         training.exchange.gather_mean_gradients(), on_all_ranks=False
     )
-    initial, state = gather_trained(training)
-    outcome: UpdateCheck | str = UpdateCheck({}, {}, {}, {})
+    current, state = gather_trained(training)
+    outcome: UpdateCheck | str = UpdateCheck({}, {}, {})
     if training.world.rank == 0:
         try:
-            outcome = _run_reference_update(training, group_names, gradients, initial, state)
+            outcome = _run_reference_update(training, group_names, gradients, current, state)
         except Exception as error:
             outcome = f"a copy of {type(optimizer).__name__} raised {describe_error(error)}"
     reason = training.world.broadcast_object(outcome if isinstance(outcome, str) else None)
@@ -289,8 +291,8 @@ def _explain_no_room(training: Training) -> str | None:
     parameters = sum(
         each.numel() * each.element_size() for each in training.setup.empty_model.parameters()
     )
-    # before and after the update, twice, and gradients; Adam's state is twice the parameters
-    needed = 14 * parameters
+    # parameters and gradients; Adam's state is twice the parameters. Parts are gathered besides.
+    needed = (10 if training.setup.shard_layout.is_partitioned else 4) * parameters
     if available is None or needed <= available:
         return None
     return f"copies want about {needed >> 20} MiB on rank 0, and {available >> 20} MiB are left"
@@ -300,31 +302,38 @@ def _run_reference_update(
     training: Training,
     group_names: list[list[str]],
     gradients: Mapping[str, Tensor | None],
-    initial: dict[str, Tensor],
+    current: dict[str, Tensor],
     state: OptimizerState,
 ) -> UpdateCheck:
-    parameters = {name: nn.Parameter(each.clone()) for name, each in initial.items()}
+    parameters = {name: nn.Parameter(each.clone()) for name, each in current.items()}
     for name, each in parameters.items():
+        # a copy: some optimizers change gradients in place
         gradient = gradients.get(name)
         each.grad = None if gradient is None else gradient.detach().clone()
     optimizer = copy_optimizer(training.state.optimizer, group_names, parameters, state)
     if (clip_norm := training.options.clip_norm) is not None:
         nn.utils.clip_grad_norm_(parameters.values(), clip_norm)
     training.draw_alike("update", training.state.steps, optimizer.step)
-    return UpdateCheck(
-        initial,
-        {name: each.detach() for name, each in parameters.items()},
-        state,
-        {
-            name: dict(optimizer.state[each])
-            for name, each in parameters.items()
-            if each in optimizer.state
-        },
-    )
+    new_parameters = {name: each.detach() for name, each in parameters.items()}
+    new_state = {
+        name: dict(optimizer.state[each])
+        for name, each in parameters.items()
+        if each in optimizer.state
+    }
+    before = dict(_iterate_tensors(current, state))
+    changes = {
+        name: _measure_change(before.get(name), each)
+        for name, each in _iterate_tensors(new_parameters, new_state)
+    }
+    for each in parameters.values():
+        each.grad = None
+    return UpdateCheck(new_parameters, new_state, changes)
 
 
 def gather_trained(training: Training) -> tuple[dict[str, Tensor], OptimizerState]:
-    """Gather copies of the parameters and of the optimizer's state on rank 0. Collective.
+    """Gather the parameters and the optimizer's state on rank 0. Collective.
+
+    Without parts these are the tensors themselves, which the next update changes.
 
     Args:
         training: The training.
@@ -340,14 +349,4 @@ def gather_trained(training: Training) -> tuple[dict[str, Tensor], OptimizerStat
     )
     if training.world.rank:
         return {}, {}
-    return (
-        {name: each.clone() for name, each in tensors.items() if each is not None},
-        {
-            name: {key: _copy_value(value) for key, value in values.items()}
-            for name, values in state.items()
-        },
-    )
-
-
-def _copy_value(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+    return {name: each for name, each in tensors.items() if each is not None}, state
