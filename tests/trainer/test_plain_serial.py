@@ -102,9 +102,11 @@ BUILT_IN = {
 }
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name == "digits" else pytest.mark.table) for name in BUILT_IN],
+)
 def test_built_in_jobs_are_plain(
     name: str, dtype: torch.dtype, request: pytest.FixtureRequest
 ) -> None:

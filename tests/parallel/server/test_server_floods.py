@@ -450,7 +450,7 @@ def test_flood_is_refused_by_name_and_training_is_bit_equal(
     """
     # servers are ranks of the workers' world, as between hosts
     monkeypatch.setattr(Server, "can_recover", False)
-    undisturbed = pg.train(WIDE, "server(2)", runs=tmp_path)
+    undisturbed = pg.train(WIDE, "server(2)", runs=tmp_path, check=0)
     monkeypatch.setattr(train, "train_rank", partial(beside, place=str(tmp_path)))
     with ThreadPoolExecutor(1) as other, socket.socket(socket.AF_UNIX) as door:
         door.settimeout(WAIT)
@@ -458,7 +458,7 @@ def test_flood_is_refused_by_name_and_training_is_bit_equal(
         door.listen()
         flooding = other.submit(flood, door, count, seed=count)
         try:
-            run = pg.train(WIDE, "server(2)", runs=tmp_path)
+            run = pg.train(WIDE, "server(2)", runs=tmp_path, check=0)
         finally:
             refused, size = flooding.result(WAIT)
     (line,) = Record(run.folder).select_lines("server", 2)
