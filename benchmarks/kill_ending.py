@@ -183,7 +183,6 @@ class Here:
             f"data({kill.ranks})",
             "--backend",
             self.backend,
-            "--no-check",
             "--runs",
             str(self.folder / runs),
             "--save",

@@ -36,7 +36,7 @@ from paragrad.validation.validate import validate_run
 pytestmark = pytest.mark.processes
 
 JOB_FILES = Path(__file__).parents[1] / "helpers" / "job_files"
-SHORT = ("train", "digits", "--epochs", "1", "--no-check")
+SHORT = ("train", "digits", "--epochs", "1")
 
 
 def command(

@@ -186,7 +186,6 @@ def test_torchrun_restarts_ranks(tmp_path: Path, backend: str) -> None:
         "data(2)",
         "--backend",
         backend,
-        "--no-check",
         "--runs",
         str(tmp_path / "runs"),
     ]

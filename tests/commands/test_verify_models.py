@@ -89,7 +89,7 @@ def test_reference_of_batch_norm_has_checked_weights(tmp_path: Path) -> None:
     )
     assert not found.same
     assert found.first is not None
-    assert found.first[0] == "loss of the whole batch"
+    assert found.first[0] == "gradient of 0.weight"
     assert verified(job("shown", normed_cnn, IMAGES), "data(2, micro=2)", tmp_path).same
 
 

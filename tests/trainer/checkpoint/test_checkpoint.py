@@ -854,7 +854,6 @@ def test_sigterm_saves_exits_0_and_the_run_resumes(tmp_path: Path) -> None:
         "train",
         str(job),
         "--json",
-        "--no-check",
         "--runs",
         str(tmp_path / "runs"),
     ]
