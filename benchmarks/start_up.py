@@ -98,7 +98,6 @@ def ours(strategy: str, backend: str) -> Callable[[], float]:
         backend,
         "--epochs",
         "1",
-        "--no-check",
         "--runs",
     )
 
