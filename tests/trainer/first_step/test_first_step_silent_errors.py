@@ -250,11 +250,8 @@ def test_nonlinear_gradient_hooks_act_as_in_plain_torch(tmp_path: Path) -> None:
         optimizer.step()
     for name, value in run.model().state_dict().items():
         torch.testing.assert_close(value, model.state_dict()[name], rtol=1e-12, atol=1e-14)
-    with pytest.raises(
-        pg.RankFailed,
-        match=r"the gradient is off .*does with a gradient does not grow as that does",
-    ):
-        pg.train(clipped, "data(2)", runs=tmp_path)
+    # a share's activations get the gradients that they have in the whole batch
+    assert pg.verify(clipped, "data(2)", runs=tmp_path).same
 
 
 class Outside(nn.Module):

@@ -497,11 +497,13 @@ class FirstStep:
             self._refuse_unequal_replicas()
         state.plan_check(self.schedule.plan_next(state.own_steps + 1, state.steps, training.world))
         if self.finding and training.world.rank == 0:
-            text = self.finding + (
+            equal, separator, note = self.finding.partition("; ")
+            update = (
                 ", and so is what its update left"
                 if isinstance(check, UpdateCheck)
                 else f"; its update was not compared ({check})"
             )
+            text = equal + update + separator + note
             training.log.write_event(
                 "checked",
                 text,
