@@ -156,9 +156,8 @@ def test_rank_holds_its_shard_only(tmp_path: Path) -> None:
     ]
     assert sum(held) == 4 * sum(parameter.numel() for parameter in deep().parameters())
     assert max(held) < sum(held)
-    assert ("loss again", "not checked") in {
-        (line["what"], line["picked"]) for line in run.select_lines("choice")
-    }
+    # later steps are compared on a copy, which is put together for them
+    assert run.to_json()["compared_steps"] > 1
 
 
 def freed(world: World, chosen: pg.Strategy) -> list[bool]:
