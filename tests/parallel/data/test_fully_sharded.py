@@ -103,16 +103,16 @@ def test_first_step_is_checked_and_memory_is_recorded(tmp_path: Path) -> None:
     run = train(
         EIGHT.replace(test=WIDE, metric=None), "data(2, state=fully_sharded)", runs=tmp_path
     )
-    assert [line["message"] for line in run.select_lines("event") if line["name"] == "checked"] == [
-        "loss, weight, 16 gradients, 0 buffers of this step are one worker's"
-    ]
+    # later steps too: the whole model is put together for them
+    checked = [line["message"] for line in run.select_lines("event") if line["name"] == "checked"]
+    assert len(checked) > 1
+    assert set(checked) == {
+        "loss, weight, 16 gradients, 0 buffers of this step are one worker's, and so is what its "
+        "update left"
+    }
     choices = {line["what"]: line for line in run.select_lines("choice")}
     assert choices["groups"]["picked"] == "9"
     assert choices["groups"]["because"].startswith("0; 1; 2; 3; 4; 5; 6; 7; the rest")
-    assert (
-        choices["loss again"]["because"]
-        == "the parameters are sharded: no rank can run the model alone any more"
-    )
     for line in run.select_lines("memory"):
         assert (line["parameters"], line["gradients"]) == (LAYERS * LAYER // 2, LAYERS * LAYER // 2)
         assert LAYERS * LAYER <= line["optimizer"] <= LAYERS * LAYER + 100
