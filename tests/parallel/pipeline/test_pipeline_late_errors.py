@@ -315,8 +315,8 @@ class Following(nn.Module):
     [
         (
             False,
-            "step 1, tensor second.0.weight: ranks 0 and 1 hold copies of it with other values: a "
-            "forward writes to it",
+            "step 0, tensor second.0.weight: after this step ranks 0 and 1 hold copies of it that "
+            "are not equal bit for bit",
         ),
         (
             True,

@@ -87,7 +87,7 @@ UNEQUAL_GRADIENTS = (
 )
 UNEQUAL_REPLICAS = (
     "after this step ranks {} and {} hold copies of it that are not equal bit for bit: something "
-    "changed it on one of them alone. {}"
+    "changed it on one of them alone, such as a forward that writes to it by .data. {}"
 )
 
 
