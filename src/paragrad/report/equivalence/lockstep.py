@@ -252,7 +252,9 @@ def select_places(
     if steps < COMPARED_STEPS:
         return select_compared_batches(samples, order, steps, strategy.division)
     early = select_compared_batches(samples, order, steps - LATE_STEPS, strategy.division)
-    return early + list_first_batches(order, steps + SKIPPED_STEPS)[len(early) :]
+    # the same ones again: of others some may have no sample that counts
+    again = early * (1 + (SKIPPED_STEPS + LATE_STEPS) // max(1, len(early)))
+    return early + again[: SKIPPED_STEPS + LATE_STEPS]
 
 
 def gather_training_state(
