@@ -170,9 +170,7 @@ def _restore_whole_model(
         model,
         layout.gather_serial_tensors({**setup.parameters, **dict(setup.model.named_buffers())}),
     )
-    state = layout.world.broadcast_object(
-        layout.gather_serial_state(training.exchange.gather_optimizer_state())
-    )
+    state = layout.world.broadcast_object(setup.gather_optimizer_state())
     # the optimizer has more groups if the user added one
     for group, names in zip(optimizer.param_groups, setup.group_names, strict=False):
         group["params"] = [parameters[name] for name in names if name in parameters]

@@ -62,8 +62,7 @@ def resume_from_servers(
             training.options.reverse,
         )
         weight, loss = endpoints.last[state.replicas[0]]
-        samples = sum(len(each.positions) for each in batch.micro_batches)
-        divisor = training.choose_divisor(batch, samples) or weight or 1.0
+        divisor = training.choose_divisor(batch) or weight or 1.0
         training.log.write_step(
             endpoints.step - 1,
             training.log.now(),

@@ -46,6 +46,11 @@ class Batch:
     draw_epoch: int | None = None
 
     @property
+    def own_samples(self) -> int:
+        """The number of samples of this rank."""
+        return sum(len(each.positions) for each in self.micro_batches)
+
+    @property
     def places(self) -> list[int]:
         """The places in the global batch of the samples to load, micro-batch after micro-batch."""
         return list(chain.from_iterable(each.places for each in self.micro_batches))

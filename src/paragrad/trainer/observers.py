@@ -34,9 +34,8 @@ class PaceObserver(StepObserver):
         """
         state, passes = self.training.state, self.training.setup.passes
         assert passes is not None
-        samples = sum(len(each.positions) for each in batch.micro_batches)
         equal_share = state.batch_size / len(state.division.shares) or 1.0
-        return self.pace.pace_step(state.steps, samples, equal_share, passes)
+        return self.pace.pace_step(state.steps, batch.own_samples, equal_share, passes)
 
 
 class NoiseObserver(StepObserver):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from paragrad.datasets.loading import Collate
 from paragrad.engine.batch_norm import BatchNorm
 from paragrad.engine.exchange import Exchange, ExchangeOptions
-from paragrad.engine.layout import Layout, build_filled_model
+from paragrad.engine.layout import Layout, OptimizerState, build_filled_model
 from paragrad.engine.model_shard import PassContext
 from paragrad.engine.passes import Passes
 from paragrad.engine.probe import Probe
@@ -192,6 +192,12 @@ class Setup:
     def use_effective_weights(self) -> AbstractContextManager[None]:
         """Use the weights that a run of differing replicas stands for, then restore. Collective."""
         return self.exchange.use_effective_weights() if self.exchange else nullcontext()
+
+    def gather_optimizer_state(self) -> OptimizerState:
+        """Gather the optimizer's state of the whole model on rank 0. Collective."""
+        if self.exchange is None:
+            return {}
+        return self.shard_layout.gather_serial_state(self.exchange.gather_optimizer_state())
 
     def gather_model(self) -> nn.Module:
         """Gather the model on rank 0 if ranks hold parts of it. Collective."""

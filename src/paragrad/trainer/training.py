@@ -412,11 +412,10 @@ class Training:
         # This includes parameters that the optimizer does not hold.
         for parameter in setup.trained_tensors:
             parameter.grad = None
-        samples = sum(len(each.positions) for each in batch.micro_batches)
-        exchange.start_step(setup.world.stop.is_requested, samples, batch.epoch)
+        exchange.start_step(setup.world.stop.is_requested, batch.own_samples, batch.epoch)
         if setup.layout.is_partitioned:
             setup.layout.reset_sent_bytes()
-        divisor = self.choose_divisor(batch, samples)
+        divisor = self.choose_divisor(batch)
         self.used_autocast = False
         with ExitStack() as stack:
             stack.enter_context(setup.module.divide_by(divisor))
@@ -436,7 +435,7 @@ class Training:
             setup.layout.sum_shared_gradients(setup.parameters)
         return sums._replace(divisor=divisor)
 
-    def choose_divisor(self, batch: Batch, samples: int) -> float | None:
+    def choose_divisor(self, batch: Batch) -> float | None:
         """Choose by what the passes divide the sums of micro-batches.
 
         Before all weights are known, the mean over several parts cannot be taken. So the passes
@@ -446,7 +445,6 @@ class Training:
 
         Args:
             batch: This rank's part of the global batch.
-            samples: The samples of that part.
 
         Returns:
             The divisor. None if this rank's part is the whole batch, in one micro-batch; backward
@@ -459,7 +457,7 @@ class Training:
         if has_own_mean and len(batch.micro_batches) == 1:
             return None
         probe = self.options.validation_probe or self.setup.probe
-        count = samples if has_own_mean else len(batch.sample_indices)
+        count = batch.own_samples if has_own_mean else len(batch.sample_indices)
         return (count or 1) * ((probe.sample_weight if probe else 0.0) or 1.0)
 
     def take_mean(self, sums: LossSums, totals: Totals, weight: float) -> float:

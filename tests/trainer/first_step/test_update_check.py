@@ -16,7 +16,11 @@ from torch.nn import functional
 import paragrad as pg
 from paragrad.launch import Launcher
 from paragrad.runtime.world import World
-from paragrad.trainer.first_step.update_check import UpdateCheck, copy_optimizer, explain_no_copy
+from paragrad.trainer.first_step.update_check import (
+    UpdateCheck,
+    copy_whole_optimizer,
+    explain_no_copy,
+)
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm")]
 
@@ -82,7 +86,7 @@ def test_a_copied_optimizer_steps_as_the_original() -> None:
             parameters[name].grad = each.grad.clone()  # type: ignore[union-attr]
     state = {name: dict(optimizer.state[each]) for name, each in model.named_parameters()}
     assert explain_no_copy(optimizer, names) is None
-    copied = copy_optimizer(optimizer, names, parameters, state)
+    copied = copy_whole_optimizer(optimizer, names, parameters, state)
     optimizer.step()
     copied.step()
     for name, each in model.named_parameters():

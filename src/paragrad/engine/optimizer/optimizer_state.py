@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -71,6 +73,36 @@ def get_learning_rate(optimizer: torch.optim.Optimizer) -> float:
         optimizer: The optimizer.
     """
     return float(optimizer.param_groups[0].get("lr") or 0.0)
+
+
+def copy_optimizer(
+    optimizer: torch.optim.Optimizer,
+    groups: list[dict[str, Any]],
+    state: Mapping[Any, Any],
+    memo: dict[int, Any] | None = None,
+) -> torch.optim.Optimizer:
+    """Copy an optimizer (class and attributes) for other parameters.
+
+    The copy function of torch's Optimizer loses the attributes. Hooks, and a step method that a
+    scheduler set on the object, are left out.
+
+    Args:
+        optimizer: The optimizer.
+        groups: The groups of the copy, with its parameters.
+        state: The state of the copy.
+        memo: As of `copy.deepcopy`, for the attributes.
+    """
+    copied: torch.optim.Optimizer = object.__new__(type(optimizer))
+    attributes = {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name not in ("state", "param_groups", "step") and not name.startswith("_optimizer_")
+    }
+    vars(copied).update(copy.deepcopy(attributes, memo))
+    torch.optim.Optimizer.__setstate__(
+        copied, {"state": defaultdict(dict, state), "param_groups": groups}
+    )
+    return copied
 
 
 def load_parameter_state(

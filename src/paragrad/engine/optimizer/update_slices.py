@@ -11,20 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
-from paragrad.engine.optimizer.update_probe import find_step_hook
+from paragrad.engine.optimizer.update_probe import ELEMENTWISE_OPTIMIZERS, find_step_hook
 from paragrad.strategies.strategy import PER_ELEMENT, PER_TENSOR
 
-# classes of torch that can update by operations on lists of tensors
-FOREACH_OPTIMIZERS = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.Adamax,
+# classes of torch that are made to update by operations on lists of tensors
+FOREACH_OPTIMIZERS = tuple(
+    kind for kind in ELEMENTWISE_OPTIMIZERS if kind not in (torch.optim.ASGD, torch.optim.Rprop)
 )
 # classes of torch that have a fused kernel for the CPU
 FUSED_OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)

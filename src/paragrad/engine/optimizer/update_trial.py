@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from paragrad.engine.optimizer.modes import set_optimizer_mode
+from paragrad.engine.optimizer.optimizer_state import copy_optimizer
 from paragrad.engine.state.values import is_same_value
 
 # Two gradient sequences: (kind, scale) for each step. The scales let clipping inside of an
@@ -436,29 +437,12 @@ def _iterate_leaves(value: Any, path: str = "", depth: int = 0) -> Iterator[tupl
 def _copy_optimizer(
     optimizer: torch.optim.Optimizer, groups: list[TrialGroup], parameters: list[Tensor]
 ) -> torch.optim.Optimizer:
-    """Copy an optimizer (class, attributes, hyper-parameters) for other parameters.
-
-    The copy function of torch's Optimizer loses the attributes.
-    """
+    """Copy an optimizer for the parameters of a trial."""
     memo: dict[int, Any] = _RefusingMemo(
         {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     )
-    trial_optimizer: torch.optim.Optimizer = object.__new__(type(optimizer))
-    vars(trial_optimizer).update(
-        copy.deepcopy(
-            {
-                name: value
-                for name, value in vars(optimizer).items()
-                if name not in ("state", "param_groups", "step")
-                and not name.startswith("_optimizer_")
-            },
-            memo,
-        )
-    )
-    torch.optim.Optimizer.__setstate__(
-        trial_optimizer, {"state": defaultdict(dict), "param_groups": []}
-    )
     rest = iter(parameters)
+    trial_groups = []
     for group in groups:
         settings = copy.deepcopy(
             {name: value for name, value in group.settings.items() if name != "params"}, memo
@@ -466,10 +450,10 @@ def _copy_optimizer(
         # a warm-up starts with a rate of 0, with which nothing changes
         if not settings.get("lr", 1.0):
             settings["lr"] = settings["lr"] + 0.01
-        trial_optimizer.param_groups.append(
+        trial_groups.append(
             {**settings, "params": list(itertools.islice(rest, len(group.parameters)))}
         )
-    return trial_optimizer
+    return copy_optimizer(optimizer, trial_groups, {}, memo)
 
 
 class _RefusingMemo(dict[int, Any]):

@@ -14,6 +14,7 @@ The replicas must be equal bit for bit. If they are not, that is the difference.
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -23,9 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paragrad.datasets.loading import Dataset, separate_target
+from paragrad.datasets.loading import Dataset, Samples, separate_target
 from paragrad.datasets.sample_order import SampleOrder
-from paragrad.engine.layout import OptimizerState
 from paragrad.errors import StepFailed
 from paragrad.jobs.job import Job, open_dataset
 from paragrad.report.certificate import EXACT_BOUND, Difference
@@ -39,12 +39,14 @@ from paragrad.report.equivalence.deviation import (
     measure_buffer_deviations,
     measure_deviations,
 )
+from paragrad.report.equivalence.plain_loop import GatheredState
 from paragrad.report.equivalence.reference import (
     WHOLE_BATCH_LOSS,
     SerialReference,
     choose_reference_dtype,
 )
 from paragrad.runtime.world import World
+from paragrad.strategies.shares import Division
 from paragrad.strategies.strategy import Strategy
 from paragrad.trainer.server_rank import dismiss_run_servers, run_parameter_server
 from paragrad.trainer.settings import Settings
@@ -98,11 +100,10 @@ def compare_with_serial(
     selection = None
     if world.rank == 0:
         selection = (
-            select_places(job, order, train, strategy, steps),
+            select_places(job.make_samples(train), order, steps, strategy.division),
             *choose_reference_dtype(job, train, list_first_batches(order, 1)[0], world.device),
         )
-    places, dtype, reason = world.broadcast_object(selection)
-    skipped = range(steps - LATE_STEPS, len(places) - LATE_STEPS)
+    (places, skipped), dtype, reason = world.broadcast_object(selection)
     for kind, current_reason in ((dtype, reason), (torch.float32, COARSE_MODEL)):
         comparison = None
         compared = 0
@@ -213,7 +214,7 @@ def _step_together(
             if skipped and trainer.steps == skipped.stop:
                 state = gather_training_state(trainer)
                 if comparison is not None:
-                    comparison.adopt_training(*state)
+                    comparison.adopt_training(state)
             trainer.step(*separate_target(fetched))
             if trainer.steps - 1 in skipped:
                 continue
@@ -234,49 +235,39 @@ def _step_together(
 
 
 def select_places(
-    job: Job, order: SampleOrder, train: Dataset, strategy: Strategy, steps: int
-) -> list[tuple[int, range]]:
-    """Select (epoch, batch) of each step.
+    samples: Samples, order: SampleOrder, steps: int, division: Division
+) -> tuple[list[tuple[int, range]], range]:
+    """Select (epoch, batch) of each step, and the steps that are not compared.
 
     In a comparison of `COMPARED_STEPS` or more, the last `LATE_STEPS` come after `SKIPPED_STEPS`
-    that are not compared: a fault may begin late.
+    that are not compared: a fault may begin late. These repeat batches that were compared.
 
     Args:
-        job: the job.
+        samples: the samples.
         order: the order of the samples.
-        train: the dataset.
-        strategy: the resolved strategy.
         steps: number of compared steps.
+        division: how a batch is divided among ranks and micro-batches.
     """
-    samples = job.make_samples(train)
+    compared = select_compared_batches(samples, order, steps, division)
     if steps < COMPARED_STEPS:
-        return select_compared_batches(samples, order, steps, strategy.division)
-    early = select_compared_batches(samples, order, steps - LATE_STEPS, strategy.division)
-    # the same ones again: of others some may have no sample that counts
-    again = early * (1 + (SKIPPED_STEPS + LATE_STEPS) // max(1, len(early)))
-    return early + again[: SKIPPED_STEPS + LATE_STEPS]
+        return compared, range(0)
+    early, late = compared[:-LATE_STEPS], compared[-LATE_STEPS:]
+    repeated = list(itertools.islice(itertools.cycle(early), SKIPPED_STEPS))
+    return early + repeated + late, range(len(early), len(early) + SKIPPED_STEPS)
 
 
-def gather_training_state(
-    trainer: Trainer,
-) -> tuple[dict[str, Tensor], OptimizerState, list[dict[str, Any]], int]:
+def gather_training_state(trainer: Trainer) -> GatheredState:
     """Gather what another training needs to go on from here, on rank 0. Collective.
 
     Args:
         trainer: the strategy's trainer.
-
-    Returns:
-        (parameters and buffers, optimizer state, groups of the optimizer, completed steps).
     """
-    setup = trainer.training.setup
-    state = setup.shard_layout.gather_serial_state(
-        trainer.training.exchange.gather_optimizer_state()
-    )
     groups = [
         {name: value for name, value in group.items() if name != "params"}
         for group in trainer.optimizer.param_groups
     ]
-    return trainer.state(), state, groups, trainer.steps
+    optimizer_state = trainer.training.setup.gather_optimizer_state()
+    return GatheredState(trainer.state(), optimizer_state, groups, trainer.steps)
 
 
 def _refuse_shared_gradients(reference: SerialReference) -> None:
@@ -358,30 +349,21 @@ class TensorComparison:
         self.gradients = gradients
         self.state = state
 
-    def adopt_training(
-        self,
-        state: Mapping[str, Tensor],
-        optimizer_state: OptimizerState,
-        groups: list[dict[str, Any]],
-        steps: int,
-    ) -> None:
+    def adopt_training(self, state: GatheredState) -> None:
         """Let the reference go on from the strategy's state, and measure rounding anew.
 
         If the optimizer keeps more than its state and its groups, the reference makes the steps in
         between instead.
 
         Args:
-            state: parameters and buffers by name.
-            optimizer_state: the optimizer's state by parameter.
-            groups: the groups of the optimizer, without parameters.
-            steps: the completed steps.
+            state: the strategy's state.
         """
         if not self.reference.serial.can_adopt:
-            while self.reference.serial.steps < steps:
+            while self.reference.serial.steps < state.steps:
                 self.reference.step()
             return
         for loop in self.reference.loops:
-            loop.adopt_training(state, optimizer_state, groups, steps)
+            loop.adopt_training(state)
         self.rounding = {}
         if self.masks is not None:
             self.masks = {name: torch.ones_like(each) for name, each in self.masks.items()}

@@ -18,7 +18,7 @@ import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +61,22 @@ class MicroBatchPart:
     inputs: Any
     target: Any
     places: list[int]
+
+
+class GatheredState(NamedTuple):
+    """What another training of the job needs to go on from a step.
+
+    Attributes:
+        tensors: parameters and buffers by name.
+        optimizer_state: the optimizer's state by parameter.
+        groups: the optimizer's groups, without parameters.
+        steps: the completed steps.
+    """
+
+    tensors: Mapping[str, Tensor]
+    optimizer_state: OptimizerState
+    groups: list[dict[str, Any]]
+    steps: int
 
 
 class PlainLoop:
@@ -167,41 +183,32 @@ class PlainLoop:
         """Whether all that the optimizer keeps is in its state and its groups."""
         return not list_unsaved_state(self.optimizer, self._initial_attributes)
 
-    def adopt_training(
-        self,
-        state: Mapping[str, Tensor],
-        optimizer_state: OptimizerState,
-        groups: list[dict[str, Any]],
-        steps: int,
-    ) -> None:
+    def adopt_training(self, other: GatheredState) -> None:
         """Go on from the state of another training of the job.
 
         The batches of the steps in between are left out. A scheduler steps as often as they are.
 
         Args:
-            state: Parameters and buffers by name.
-            optimizer_state: The optimizer's state by parameter.
-            groups: The optimizer's groups, without parameters.
-            steps: The completed steps of that training.
+            other: The state of the other training.
         """
         parameters = dict(self.model.named_parameters())
         own = {**parameters, **dict(self.model.named_buffers())}
         with torch.no_grad():
-            for name, value in state.items():
+            for name, value in other.tensors.items():
                 own[name].copy_(value)
-        for name, values in optimizer_state.items():
+        for name, values in other.optimizer_state.items():
             copied = {
                 key: value.clone() if isinstance(value, Tensor) else value
                 for key, value in values.items()
             }
             load_parameter_state(self.optimizer, parameters[name], copied)
-        for _ in range(self.steps, steps):
+        for _ in range(self.steps, other.steps):
             next(self._places)
             if self.scheduler is not None:
                 self.scheduler.step()
-        for group, values in zip(self.optimizer.param_groups, groups, strict=True):
+        for group, values in zip(self.optimizer.param_groups, other.groups, strict=True):
             group.update(copy.deepcopy(values))
-        self.steps = steps
+        self.steps = other.steps
 
     def split_batch(self, inputs: Any, target: Any, samples: int) -> list[MicroBatchPart]:
         """Split a global batch into the micro-batches of the model.

@@ -41,7 +41,7 @@ def take_snapshot(
         setup.gather_model(),
         state.optimizer,
         state.scheduler,
-        layout.gather_serial_state(exchange.gather_optimizer_state()) if exchange else {},
+        setup.gather_optimizer_state(),
         layout.gather_serial_state(exchange.collect_saved_tensors())
         if exchange
         else state.restored_tensors,

@@ -66,15 +66,20 @@ def _can_be_sent(value: Any) -> bool:
         return False
 
 
-def _explain_no_room(training: Training) -> str:
-    """Explain why rank 0 has no memory for the whole model, its gradients and a baseline."""
+def explain_no_room(training: Training, copies: int) -> str:
+    """Explain why rank 0 has no memory for copies of the whole model; empty text: it has.
+
+    Args:
+        training: The training.
+        copies: The number of copies.
+    """
     available = read_available_memory() if training.world.device.type == "cpu" else None
-    needed = 6 * sum(
+    needed = copies * sum(
         each.numel() * each.element_size() for each in training.setup.empty_model.parameters()
     )
     if training.world.rank or available is None or needed <= available:
         return ""
-    return f"the whole model wants {needed >> 20} MiB on rank 0, and {available >> 20} are left"
+    return f"copies want about {needed >> 20} MiB on rank 0, and {available >> 20} MiB are left"
 
 
 @dataclass(frozen=True)
@@ -128,7 +133,8 @@ def assemble_whole_module(training: Training, python_state: PythonState | None) 
     obstacles = world.gather_objects(
         f"{left[0]} cannot be carried to rank 0, which would compare"
         if left
-        else _explain_no_room(training)
+        # the whole model, a copy to restore, and gradients of the step and of baselines
+        else explain_no_room(training, 6)
     )
     if obstacle := world.broadcast_object(next(filter(None, obstacles), "")):
         return WholeModule(None, False, obstacle=obstacle)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from paragrad.engine.layout import OptimizerState
-from paragrad.engine.optimizer.optimizer_state import select_global_state
+from paragrad.engine.optimizer.optimizer_state import copy_optimizer, select_global_state
 from paragrad.errors import describe_error
-from paragrad.runtime.launcher_env import read_available_memory
+from paragrad.trainer.first_step.reference_step import explain_no_room
 from paragrad.trainer.first_step.step_result import Gap
 from paragrad.trainer.training import Training
 
@@ -104,7 +103,7 @@ def explain_no_copy(
         return f"{kind} steps on the servers, and what it counts beside states is there"
     for group in optimizer.param_groups:
         for name, value in group.items():
-            if name != "params" and not _is_plain(value) and not is_number_tensor(value):
+            if name != "params" and not _is_plain(value) and not _is_number_tensor(value):
                 return f"{kind} keeps {name} in a group"
     for name, value in vars(optimizer).items():
         if name.endswith("_hooks") and value:
@@ -114,12 +113,8 @@ def explain_no_copy(
     return None
 
 
-def is_number_tensor(value: Any) -> bool:
-    """Return whether a value is a tensor of one number, such as a rate, and no parameter.
-
-    Args:
-        value: The value.
-    """
+def _is_number_tensor(value: Any) -> bool:
+    """Return whether a value is a tensor of one number, such as a rate, and no parameter."""
     return isinstance(value, Tensor) and value.numel() == 1 and not isinstance(value, nn.Parameter)
 
 
@@ -131,7 +126,7 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, PLAIN_TYPES)
 
 
-def copy_optimizer(
+def copy_whole_optimizer(
     optimizer: torch.optim.Optimizer,
     group_names: list[list[str]],
     parameters: Mapping[str, Tensor],
@@ -145,8 +140,6 @@ def copy_optimizer(
         parameters: The parameters of the whole model by name.
         state: Their state, as one worker's optimizer has it.
     """
-    kind = type(optimizer)
-    copied: torch.optim.Optimizer = object.__new__(kind)
     groups = [
         {
             **{key: copy.deepcopy(value) for key, value in group.items() if key != "params"},
@@ -154,23 +147,11 @@ def copy_optimizer(
         }
         for group, names in zip(optimizer.param_groups, group_names, strict=True)
     ]
-    tensors = defaultdict(dict, copy.deepcopy(select_global_state(optimizer)))
+    copied_state = copy.deepcopy(select_global_state(optimizer))
     for name, values in state.items():
         if name in parameters and values:
-            tensors[parameters[name]] = copy.deepcopy(values)
-    copied.__setstate__(
-        {
-            "defaults": copy.deepcopy(optimizer.defaults),
-            "state": tensors,
-            "param_groups": groups,
-            **{
-                name: copy.deepcopy(value)
-                for name, value in vars(optimizer).items()
-                if name not in TORCH_ATTRIBUTES
-            },
-        }
-    )
-    return copied
+            copied_state[parameters[name]] = copy.deepcopy(values)
+    return copy_optimizer(optimizer, groups, copied_state)
 
 
 @dataclass(frozen=True)
@@ -264,8 +245,11 @@ def make_reference_update(
     """
     setup, optimizer = training.setup, training.state.optimizer
     reason = explain_no_copy(optimizer, group_names, bool(setup.strategy.servers))
+    # Copies of parameters and gradients, and of Adam's state, which is twice the parameters. Parts
+    # are gathered besides.
+    copies = 10 if setup.shard_layout.is_partitioned else 4
     # one rank's reason is all ranks' reason: the rest is collective
-    reasons = training.world.gather_objects(reason or _explain_no_room(training))
+    reasons = training.world.gather_objects(reason or explain_no_room(training, copies))
     if reason := training.world.broadcast_object(next(filter(None, reasons), None)):
         return str(reason)
     assert group_names is not None
@@ -283,21 +267,6 @@ def make_reference_update(
     return reason or outcome
 
 
-def _explain_no_room(training: Training) -> str | None:
-    """Explain why rank 0 has no memory for copies of all parameters and their state."""
-    if training.world.rank:
-        return None
-    available = read_available_memory() if training.world.device.type == "cpu" else None
-    parameters = sum(
-        each.numel() * each.element_size() for each in training.setup.empty_model.parameters()
-    )
-    # parameters and gradients; Adam's state is twice the parameters. Parts are gathered besides.
-    needed = (10 if training.setup.shard_layout.is_partitioned else 4) * parameters
-    if available is None or needed <= available:
-        return None
-    return f"copies want about {needed >> 20} MiB on rank 0, and {available >> 20} MiB are left"
-
-
 def _run_reference_update(
     training: Training,
     group_names: list[list[str]],
@@ -310,7 +279,7 @@ def _run_reference_update(
         # a copy: some optimizers change gradients in place
         gradient = gradients.get(name)
         each.grad = None if gradient is None else gradient.detach().clone()
-    optimizer = copy_optimizer(training.state.optimizer, group_names, parameters, state)
+    optimizer = copy_whole_optimizer(training.state.optimizer, group_names, parameters, state)
     if (clip_norm := training.options.clip_norm) is not None:
         nn.utils.clip_grad_norm_(parameters.values(), clip_norm)
     training.draw_alike("update", training.state.steps, optimizer.step)
@@ -343,7 +312,7 @@ def gather_trained(training: Training) -> tuple[dict[str, Tensor], OptimizerStat
     """
     setup = training.setup
     layout = setup.shard_layout
-    state = layout.gather_serial_state(training.exchange.gather_optimizer_state())
+    state = setup.gather_optimizer_state()
     tensors = layout.gather_serial_tensors(
         {name: each.detach() for name, each in setup.parameters.items()}, on_all_ranks=False
     )
