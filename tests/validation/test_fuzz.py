@@ -375,6 +375,14 @@ def test_random_settings() -> None:
     one()
 
 
+@pytest.mark.parametrize("name", ["data", "resume", "machine", "trace", "allow"])
+def test_names_that_no_file_system_takes_are_refused(name: str) -> None:
+    """The fuzz above found it in a long text: an OSError, from wherever the path was read."""
+    settings = Settings(**{name: "x" * 256})
+    with pytest.raises(pg.Refused, match=f"{name} has a name of more than 255 bytes"):
+        validate_run(JOBS["mlp"], "data(2)", settings)
+
+
 # ---- checkpoints and machine files -----------------------------------------------------------
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Where something stands in what JSON holds."""

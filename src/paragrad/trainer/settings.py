@@ -34,6 +34,7 @@ from paragrad.trainer.pace import SlowRanks, read_slow_ranks
 
 DEVICES = ("cpu", "cuda")
 BACKENDS = ("auto", "shm", "gloo", "nccl")
+MAX_NAME_BYTES = 255  # of a file or folder, in all usual file systems
 MAX_TIMEOUT = 2_000_000  # seconds; sockets take no larger number of milliseconds
 
 P = ParamSpec("P")
@@ -294,6 +295,10 @@ class Settings:
                 isinstance(value, str | Path) and str(value).isprintable()
             ):
                 raise Refused(f"{name} must be a path, got {value!r}")
+            if value is not None and any(
+                len(os.fsencode(part)) > MAX_NAME_BYTES for part in Path(value).parts
+            ):
+                raise Refused(f"{name} has a name of more than {MAX_NAME_BYTES} bytes; shorten it")
         for name in (
             "overlap",
             "tensorboard",

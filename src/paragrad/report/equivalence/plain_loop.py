@@ -110,7 +110,7 @@ class PlainLoop:
         steps: the number of completed steps.
 
         joins_outputs: whether the loss is one call; False if outputs of micro-batches could not be
-            joined.
+            joined, or if the model draws or recomputes.
 
         loss_deviation: without that, the deviation of the weighed loss from one call in eval mode,
             in the last step; None if unknown.
@@ -155,7 +155,7 @@ class PlainLoop:
         if self._has_modes:
             set_optimizer_mode(self.optimizer, "train")
         self.model.zero_grad()
-        loss = self._run_passes(parts)
+        loss = self._run_passes(parts, whole, samples)
         if not self.joins_outputs:
             self.loss_deviation = self._measure_loss_deviation(whole, samples)
         if self.job.clip_norm is not None:
@@ -243,7 +243,7 @@ class PlainLoop:
             )
             yield *separate_target(fetched), len(indices)
 
-    def _run_passes(self, parts: list[MicroBatchPart]) -> float:
+    def _run_passes(self, parts: list[MicroBatchPart], whole: Any, samples: int) -> float:
         """Run forward and backward of a global batch; return its mean loss."""
         if len(parts) == 1:
             # a module that recomputes draws in backward too
@@ -253,29 +253,48 @@ class PlainLoop:
                     loss = _take_mean(self.loss(output, parts[0].target))
                 loss.backward()
             return float(loss.detach())
-        outputs = None
-        if not self._draws:
-            with self._use_autocast():
-                outputs = [call_model(self.model, part.inputs) for part in parts]
-                joined = [_join(each, parts) for each in (outputs, [part.target for part in parts])]
-                loss = None
-                if all(each is not None for each in joined):
-                    loss = _take_mean(self.loss(*joined))
+        if self.joins_outputs and not self._draws:
+            loss = self._run_joined_passes(parts)
             if loss is not None:
-                loss.backward()
-                return float(loss.detach())
+                return loss
+            inputs, target = clone_batch(whole)
+            parts = self.split_batch(inputs, target, samples)
         self.joins_outputs = False
-        return self._run_weighed_passes(parts, outputs)
+        return self._run_weighed_passes(parts)
 
-    def _run_weighed_passes(self, parts: list[MicroBatchPart], outputs: list[Any] | None) -> float:
+    def _run_joined_passes(self, parts: list[MicroBatchPart]) -> float | None:
+        """Run the loss once over the joined outputs of all parts; return it.
+
+        Returns None, with the model as before, if outputs cannot be joined, or if backward changes
+        buffers: what a module recomputes there belongs between the forwards of two parts.
+        """
+        buffers = list(self.model.buffers())
+        initial = [each.clone() for each in buffers]
+        loss = None
+        with self._use_autocast():
+            outputs = [call_model(self.model, part.inputs) for part in parts]
+            joined = [_join(each, parts) for each in (outputs, [part.target for part in parts])]
+            if all(each is not None for each in joined):
+                loss = _take_mean(self.loss(*joined))
+        if loss is not None:
+            after_forward = [each.clone() for each in buffers]
+            loss.backward()
+            if all(map(torch.equal, buffers, after_forward)):
+                return float(loss.detach())
+        for buffer, value in zip(buffers, initial, strict=True):
+            buffer.copy_(value)
+        self.model.zero_grad()
+        return None
+
+    def _run_weighed_passes(self, parts: list[MicroBatchPart]) -> float:
         """Run backward on the sum of each part's losses, and divide by the weight of all."""
         module = LossModule(self.model, self.loss)
         total = 0.0
         weight = 0.0
-        for number, part in enumerate(parts):
+        for part in parts:
             with self._key_draws(part):
                 with self._use_autocast():
-                    output = outputs[number] if outputs else call_model(self.model, part.inputs)
+                    output = call_model(self.model, part.inputs)
                     value = self.loss(output, part.target)
                     weighed = module.weigh_loss(value, part.target, len(part.places))
                 weighed.sum.backward()
