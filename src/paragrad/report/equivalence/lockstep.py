@@ -262,11 +262,12 @@ def gather_training_state(trainer: Trainer) -> GatheredState:
     Args:
         trainer: the strategy's trainer.
     """
+    # under servers, gathering also brings the numbers of the groups that steps change
+    optimizer_state = trainer.training.setup.gather_optimizer_state()
     groups = [
         {name: value for name, value in group.items() if name != "params"}
         for group in trainer.optimizer.param_groups
     ]
-    optimizer_state = trainer.training.setup.gather_optimizer_state()
     return GatheredState(trainer.state(), optimizer_state, groups, trainer.steps)
 
 
