@@ -42,7 +42,8 @@ CUT = ("data(2, state=fully_sharded)", "pipeline(2, micro=2)", "tensor(2)")
 KINDS = ("gradient", "buffer", "update")
 STEPS = 500
 LENGTH = 100  # steps of a short fault
-WIDTH = 192
+import os
+WIDTH = int(os.environ.get("W", 192))
 PARTS = ("faults", "right", "costs")
 
 

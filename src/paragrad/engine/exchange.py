@@ -234,6 +234,8 @@ class Exchange(ABC):
 
         trained_at_start: (name, parameter, requires_grad) at the first step.
 
+        held_at_start: Identities of the parameters in the optimizer at the first step.
+
         sent_bytes: Bytes sent in this step, by kind.
 
         peak_bytes: Bytes that the exchange keeps in memory.
@@ -270,6 +272,7 @@ class Exchange(ABC):
         self.parameters = list(replica.module.model.parameters())
         # the set of trained parameters is fixed at the first step
         self.trained_at_start: list[tuple[str, Tensor, bool]] = []
+        self.held_at_start: set[int] = set()
         self.sent_bytes: dict[str, dict[str, Any]] = {}
         self.peak_bytes = 0
 
@@ -347,13 +350,14 @@ class Exchange(ABC):
         self.optimizer = optimizer
 
     def refuse_refrozen(self) -> None:
-        """Refuse parameters that were frozen or unfrozen after the first step.
+        """Refuse parameters that were frozen, unfrozen or added after the first step.
 
         Exchanges that fix the set of trained parameters at construction call this in `begin`.
 
         Raises:
-            StepFailed: A parameter was frozen or unfrozen since then.
+            StepFailed: A parameter was frozen, unfrozen or added since then.
         """
+        held = {id(each) for group in self.optimizer.param_groups for each in group["params"]}
         self.trained_at_start = self.trained_at_start or [
             (name.removeprefix("model."), each, each.requires_grad)
             for name, each in self.loss_module.named_parameters()
@@ -365,6 +369,15 @@ class Exchange(ABC):
                 "it was frozen or unfrozen after step 0, and ranks exchange what was trained "
                 "then; train with that from the beginning, or parallelize the model anew",
                 tensor=", ".join(changed),
+            )
+        self.held_at_start = self.held_at_start or held
+        # one that was in the model from the beginning may join the optimizer later
+        new = held - self.held_at_start - {id(each) for _, each, _ in self.trained_at_start}
+        if added := [name for name, each in self.loss_module.named_parameters() if id(each) in new]:
+            raise StepFailed(
+                "it was added after step 0, and ranks exchange what the model had then; train "
+                "with it from the beginning, or parallelize the model anew",
+                tensor=", ".join(each.removeprefix("model.") for each in added[:3]),
             )
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[Any]:

@@ -27,7 +27,7 @@ from paragrad.engine.optimizer.optimizer_state import select_global_state
 from paragrad.engine.state.empty_tensor import EmptyTensor
 from paragrad.errors import StepFailed
 from paragrad.planner.cost_formulas import count_collective_bytes
-from paragrad.runtime.world import World
+from paragrad.runtime.world import CPU, World
 
 # start to stop along the first dimensions of a tensor; the other dimensions are whole
 TensorBox = tuple[slice, ...]
@@ -303,28 +303,12 @@ class Layout:
         """
         if not self.is_partitioned:
             return dict(tensors)
-        if late := [name for name in tensors if name not in self.specs]:
-            raise StepFailed(
-                "it was not there when the model was cut, and has no place in the whole; make it "
-                "in the constructor, or train it with data(n)",
-                tensor=", ".join(late[:3]),
-            )
-        gathered = self.world.gather_objects(
-            [
-                (replace(self.specs[name], gradient_worlds=()), copy_to_host(tensor))
-                for name, tensor in tensors.items()
-                if self.specs[name].is_primary
-            ]
-        )
-        serial_tensors = assemble_tensors(each for parts in gathered for each in parts)
-        serial_tensors = (
-            self.world.broadcast_object(serial_tensors) if on_all_ranks else serial_tensors
-        )
-        return {
-            name: None if (tensor := serial_tensors[name]) is None else tensor.to(self.world.device)
-            for name in self.serial_names
-            if name in serial_tensors
-        }
+        (serial_tensors,), _ = self.gather_serial_values([tensors])
+        if not on_all_ranks:
+            return serial_tensors
+        sent = {name: _move_tensor(each, CPU) for name, each in serial_tensors.items()}
+        received = self.world.broadcast_object(sent)
+        return {name: _move_tensor(each, self.world.device) for name, each in received.items()}
 
     def gather_serial_state(self, state: OptimizerState) -> OptimizerState:
         """Assemble an optimizer state in serial shapes, on the first rank. Collective.
@@ -332,19 +316,68 @@ class Layout:
         Args:
             state: The state of the parameters on this rank.
         """
+        return self.gather_serial_values([], state)[1]
+
+    def gather_serial_values(
+        self, groups: Sequence[Mapping[str, Tensor | None]], state: OptimizerState | None = None
+    ) -> tuple[list[dict[str, Tensor | None]], OptimizerState]:
+        """Assemble several groups of tensors and an optimizer state, in one message. Collective.
+
+        Args:
+            groups: In each group, local tensors by local name.
+            state: The optimizer state of the parameters on this rank.
+
+        Returns:
+            (groups, state) in serial shapes on the first rank. On other ranks of a divided model
+            they are empty.
+
+        Raises:
+            StepFailed: A tensor was created after the model was divided.
+        """
+        state = state or {}
         if not self.is_partitioned:
-            return state
+            return [dict(group) for group in groups], state
+        if late := [name for group in groups for name in group if name not in self.specs]:
+            raise StepFailed(
+                "it was not there when the model was cut, and has no place in the whole; make it "
+                "in the constructor, or train it with data(n)",
+                tensor=", ".join(late[:3]),
+            )
+        specs = {
+            name: replace(spec, gradient_worlds=())
+            for name, spec in self.specs.items()
+            if spec.is_primary
+        }
         gathered = self.world.gather_objects(
-            [
-                (
-                    replace(self.specs[name], gradient_worlds=()),
-                    {entry: copy_to_host(value) for entry, value in values.items()},
-                )
-                for name, values in state.items()
-                if self.specs[name].is_primary
-            ]
+            (
+                [
+                    [
+                        (specs[name], _move_tensor(each, CPU))
+                        for name, each in group.items()
+                        if name in specs
+                    ]
+                    for group in groups
+                ],
+                [
+                    (specs[name], {entry: copy_to_host(each) for entry, each in values.items()})
+                    for name, values in state.items()
+                    if name in specs
+                ],
+            )
         )
-        return assemble_optimizer_state(each for parts in gathered for each in parts)
+        serial_groups = []
+        for number in range(len(groups)):
+            found = assemble_tensors(each for parts, _ in gathered for each in parts[number])
+            serial_groups.append(
+                {
+                    name: _move_tensor(found[name], self.world.device)
+                    for name in self.serial_names
+                    if name in found
+                }
+            )
+        return serial_groups, assemble_optimizer_state(
+            each for _, parts in gathered for each in parts
+        )
 
     def select_local_state(self, state: OptimizerState) -> OptimizerState:
         """Return the part of a serial state that belongs to this rank.
@@ -558,6 +591,10 @@ def check_loss_ranks(weights: list[float], loss_rank_count: int) -> None:
             f"are not those that have one (weights {weights}, those that say so first); mend "
             "ModelShard(has_output=)"
         )
+
+
+def _move_tensor(tensor: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if tensor is None else tensor.detach().to(device)
 
 
 def copy_to_host(value: Any) -> Any:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from paragrad.errors import StepFailed
 from paragrad.runtime.mesh import Axis, build_grid, check_disjoint, group_ranks_by_axes, locate_rank
+from paragrad.runtime.object_message import decode_object, encode_object
 from paragrad.runtime.stop_signals import StopRequest
 
 CPU = torch.device("cpu")
@@ -228,10 +229,14 @@ class World:
         Returns:
             Rank 0's value.
         """
-        values = [value]
-        if self.size > 1:
-            dist.broadcast_object_list(values, group_src=0, group=self.group)
-        return values[0]
+        if self.size == 1:
+            return value
+        data = encode_object(value) if self.rank == 0 else torch.zeros(0, dtype=torch.uint8)
+        length = torch.tensor([data.numel()])
+        self.copy_from_first(length)
+        data = data if self.rank == 0 else torch.zeros(int(length), dtype=torch.uint8)
+        self.copy_from_first(data)
+        return value if self.rank == 0 else decode_object(data)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Gather a Python object of every rank on rank 0.
@@ -240,13 +245,22 @@ class World:
             value: Any value that can be pickled.
 
         Returns:
-            The values in rank order on rank 0; an empty list on other ranks.
+            The values in rank order on rank 0, its own being the same object; an empty list on
+            other ranks.
         """
         if self.size == 1:
             return [value]
-        values = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(value, values, group=self.group, group_dst=0)
-        return values or []
+        data = torch.zeros(0, dtype=torch.uint8) if self.rank == 0 else encode_object(value)
+        lengths = [int(each) for each in self.all_gather(torch.tensor([data.numel()]))]
+        sent = torch.zeros(max(lengths), dtype=torch.uint8, device=self.transport_device)
+        sent[: data.numel()] = data
+        if self.rank:
+            dist.gather(sent, group=self.group, group_dst=0)
+            return []
+        received = [torch.empty_like(sent) for _ in lengths]
+        dist.gather(sent, received, group=self.group, group_dst=0)
+        parts = [each[:length] for each, length in zip(received, lengths, strict=True)]
+        return [value, *map(decode_object, parts[1:])]
 
     def barrier(self) -> None:
         """Wait until all ranks are here."""

@@ -151,7 +151,7 @@ def test_record_says_what_was_checked(tmp_path: Path) -> None:
     assert first["name"] == "checked"
     assert first["numbers"]["step"] == 0
     assert "loss, weight, 8 gradients, 6 buffers" in first["message"]
-    assert first["message"].endswith("and so is what its update left")
+    assert first["message"].endswith("and so is its update")
     assert [(each["numbers"]["step"], each["message"]) for each in later] == [
         (step, first["message"]) for step in (1, 3, 5)
     ]

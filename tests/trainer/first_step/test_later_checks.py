@@ -247,8 +247,7 @@ def test_right_runs_compare_steps_to_the_end(strategy: str, tmp_path: Path) -> N
     assert steps[:5] == [0, 1, 3, 7, 15]
     assert steps[-1] == 39
     assert all(
-        event["message"].endswith("and so is what its update left")
-        for event in run.select_lines("event")
+        event["message"].endswith("and so is its update") for event in run.select_lines("event")
     )
     assert run.to_json()["compared_steps"] == len(steps)
 

@@ -196,7 +196,7 @@ class ModuleSnapshot:
         saved_parameters: Iterable[str] = (),
         include_buffers: bool = False,
     ) -> None:
-        self.python_state = PythonState(_find_all_owners(module))
+        self.python_state = PythonState(find_all_owners(module))
         # A forward pass cannot change a shard: it works on the whole parameter, which is freed
         # after the pass.
         self.parameters = {
@@ -436,8 +436,15 @@ def list_comparable_attributes(owner: Any) -> list[str]:
     ]
 
 
-def _find_all_owners(module: LossModule) -> dict[str, Any]:
-    """Return the state owners of the model and of the loss; a loss may also be a plain object."""
+def find_all_owners(module: LossModule) -> dict[str, Any]:
+    """Find the objects of a model and of its loss that may keep Python state, each once.
+
+    Args:
+        module: The model and the loss, which may be a plain object.
+
+    Returns:
+        The objects by name.
+    """
     loss = module.state_owner
     name = "the loss" if hasattr(module.model, "loss") else "loss"
     if isinstance(loss, nn.Module):
@@ -446,8 +453,13 @@ def _find_all_owners(module: LossModule) -> dict[str, Any]:
 
 
 def _list_attribute_names(owner: Any) -> list[str]:
-    return (
-        [name for name in vars(owner) if name not in INTERNAL_ATTRIBUTES]
-        if isinstance(owner, nn.Module)
-        else list(vars(owner))
-    )
+    if not isinstance(owner, nn.Module):
+        return list(vars(owner))
+    # a sharded parameter or buffer stands in an attribute of its name too
+    return [
+        name
+        for name in vars(owner)
+        if name not in INTERNAL_ATTRIBUTES
+        and name not in owner._parameters
+        and name not in owner._buffers
+    ]

@@ -253,6 +253,12 @@ def _time_units(model: nn.Module, units: Sequence[Unit], example: Any) -> list[f
         timing.run_forward(clone_batch(example))
         rounds.append(timing.seconds)
         model.zero_grad()
+    if any(len(each) != len(units) for each in rounds):
+        raise StepFailed(
+            "the forward runs other operations each time it is called, such as a layer that is "
+            "left out by chance, and a model that is cut must always run the same ones; train it "
+            "with data(n)"
+        )
     return [min(each) for each in zip(*rounds, strict=True)]
 
 

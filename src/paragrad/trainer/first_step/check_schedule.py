@@ -5,6 +5,8 @@ The steps 1, 2, 4, 8 and 16 are checked. After them one step is drawn in each in
     step     1  2  4  8  16  |   interval 1   |       interval 2       | ...
     checked  *  *  *  *   *        *                             *
 
+With a share of 1 every step is checked.
+
 At each check rank 0 computes the length of the next interval from what checks and steps have cost,
 and all ranks adopt the plan. The step is drawn from the seed, so a fault that lasts cannot lie
 between checks of a regular distance.
@@ -58,9 +60,12 @@ class CheckPlan:
             done: The step that was checked. If it was not the planned one but, for example, the
                 last before a checkpoint, it takes the place of the planned one.
             seed: The seed of the training.
-            share: The largest share of checks in the run's time, above 0 and at most 1.
+            share: The share of checks in the run's time, above 0 and at most 1. With 1 every step is
+                checked.
             costs: What checks and steps have cost.
         """
+        if share >= 1.0:
+            return CheckPlan(done + 1, done + 1)
         if done < self.step <= FIXED_STEPS[-1]:
             return self
         if fixed := [step for step in FIXED_STEPS if step > done]:
@@ -80,7 +85,7 @@ class CheckSchedule:
 
     Args:
         seed: The seed of the training.
-        share: The largest share of checks in the run's time.
+        share: The share of checks in the run's time.
 
     Attributes:
         seed: As the argument.

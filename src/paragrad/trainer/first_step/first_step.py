@@ -13,7 +13,7 @@ import copy
 import functools
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from paragrad.engine.layout import Layout
 from paragrad.engine.state.preserve_state import (
     ModuleSnapshot,
     PythonState,
-    find_state_owners,
+    find_all_owners,
     preserve_all_state,
 )
 from paragrad.errors import StepFailed
@@ -86,7 +86,7 @@ UNEQUAL_GRADIENTS = (
     "that is not seen: train it with data(n) and nothing else, or cut parts elsewhere. {}"
 )
 UNEQUAL_REPLICAS = (
-    "after this step ranks {} and {} hold copies of it that are not equal bit for bit: something "
+    "{} this step ranks {} and {} hold copies of it that are not equal bit for bit: something "
     "changed it on one of them alone, such as a forward that writes to it by .data. {}"
 )
 
@@ -114,7 +114,8 @@ class FirstStep:
 
         group_ids: The parameters of the groups after the set-up, by identity.
 
-        part_state: The Python state of this rank's part when the model was partitioned, or None.
+        part_state: The Python state of the loss and of this rank's part of the model when it was
+            partitioned, or None.
 
         update_check: One worker's update, or why it cannot be compared, or None.
 
@@ -231,8 +232,8 @@ class FirstStep:
         if set_up:
             set_up(check is not None)
             self.group_ids = list_group_ids(training.state.optimizer)
-            if training.setup.layout.is_partitioned:
-                self.part_state = PythonState(find_state_owners(training.setup.model))
+            if training.setup.explain_no_whole_model():
+                self.part_state = PythonState(find_all_owners(training.setup.module))
         if check is None:
             self._empty_user_model()
             what = "later step" if training.state.own_steps else "first step"
@@ -255,7 +256,7 @@ class FirstStep:
         training = self.training
         state_before = ModuleSnapshot(
             training.module,
-            () if check.first_rank_only else check.serial_outcome.changed_parameters,
+            check.serial_outcome.changed_parameters if whole.is_everywhere else (),
         )
         reference_loss = check.serial_outcome.test_loss
         if isinstance(reference_loss, float) and check.test_part:
@@ -263,10 +264,11 @@ class FirstStep:
             check = replace(check, test_loss=test_loss)
         elif reference_loss:
             training.log.write_choice("test", "not compared", str(reference_loss))
-        # A training with servers has no step that can be repeated. Later, ranks with a part of the
-        # model have no whole one.
+        # A training with servers has no step that can be repeated. Later a repeated step, which has
+        # an exchange of its own, would not have the faults of this training's exchange.
         if (
             not check.is_float64
+            and not training.state.own_steps
             and not training.setup.strategy.servers
             and whole.is_everywhere
             and whole.module is not None
@@ -349,7 +351,7 @@ class FirstStep:
                 first_step.set_up(batch, *pair)
                 if first_step.step_check is None:
                     return None
-                return first_step.find_mismatches(*first_step.average_gradients(batch, *pair))
+                return first_step.find_mismatches(*first_step.average_gradients(batch, *pair))[0]
         except Exception:
             return None
         finally:
@@ -462,9 +464,11 @@ class FirstStep:
         if not self.training.compares_steps:
             return
         with self.schedule.measure_part():
+            gradients = None
             if self.step_check is not None:
-                self._check_outcome(loss, weight, "this step")
-            self.update_check = make_reference_update(self.training, self._find_group_names())
+                gradients = self._check_outcome(loss, weight, "this step")
+            group_names = self._find_group_names()
+            self.update_check = make_reference_update(self.training, group_names, gradients)
 
     def _find_group_names(self) -> list[list[str]] | None:
         """Return the names of the parameters in each group; None if they are not known any more."""
@@ -494,12 +498,15 @@ class FirstStep:
             check, self.update_check = self.update_check, None
             if isinstance(check, UpdateCheck):
                 self._refuse_other_update(check)
-            self._refuse_unequal_replicas()
+            buffers = training.setup.strategy.guarantees.buffers_equal
+            self._refuse_unequal_replicas(
+                "after", dict(training.setup.model.named_buffers()) if buffers else {}
+            )
         state.plan_check(self.schedule.plan_next(state.own_steps + 1, state.steps, training.world))
         if self.finding and training.world.rank == 0:
             equal, separator, note = self.finding.partition("; ")
             update = (
-                ", and so is what its update left"
+                ", and so is its update"
                 if isinstance(check, UpdateCheck)
                 else f"; its update was not compared ({check})"
             )
@@ -526,17 +533,16 @@ class FirstStep:
                 what = OTHER_STATE
             raise self._refuse(f"{what}. {UPDATE_CAUSE}", gap.tensor or "parameters")
 
-    def _refuse_unequal_replicas(self) -> None:
+    def _refuse_unequal_replicas(self, when: str, buffers: Mapping[str, Tensor]) -> None:
         """Compare the parameters and buffers of replicas, and other copies, bit for bit."""
-        training, setup = self.training, self.training.setup
-        buffers = setup.strategy.guarantees.buffers_equal
-        tensors = {
-            **{name: each.detach() for name, each in setup.parameters.items()},
-            **(dict(setup.model.named_buffers()) if buffers else {}),
-        }
-        if unequal := setup.shard_layout.find_unequal_copies(tensors, training.world):
+        setup = self.training.setup
+        tensors = {name: each.detach() for name, each in setup.parameters.items()}
+        if unequal := setup.shard_layout.find_unequal_copies(
+            {**tensors, **buffers}, self.training.world
+        ):
             first, other, tensor = unequal
-            raise self._refuse(UNEQUAL_REPLICAS.format(first, other, NONDETERMINISM_HINT), tensor)
+            message = UNEQUAL_REPLICAS.format(when, first, other, NONDETERMINISM_HINT)
+            raise self._refuse(message, tensor)
 
     def _refuse(self, message: str, tensor: str) -> StepFailed:
         """Keep and return the error of a step that differs."""
@@ -545,28 +551,40 @@ class FirstStep:
         self.refusal = StepFailed(message, tensor=tensor, differs=True)
         return self.refusal
 
-    def _check_outcome(self, loss: float, weight: float, description: str) -> None:
+    def _check_outcome(
+        self, loss: float, weight: float, description: str
+    ) -> dict[str, Tensor | None] | None:
+        """Compare a step before its update; return the mean gradients as `find_mismatches` does."""
         step_check = self.step_check
         assert step_check is not None
         try:
-            mismatches = self.find_mismatches(loss, weight)
+            mismatches, gradients = self.find_mismatches(loss, weight)
         except StepFailed as error:
             if not error.differs:
                 raise
             raise self._refuse(error.message, error.tensor or "loss") from error
         self._empty_user_model()
         if mismatches:
+            if self.training.state.own_steps:  # the cause, if replicas have become unequal
+                self._refuse_unequal_replicas("before", {})
             message = describe_mismatch(self.training, mismatches)
             raise self._refuse(message, mismatches[0].gap.tensor or "loss")
         # Rank 0 alone may have the tensors.
         self.finding = _describe_equal_step(step_check, description)
+        return gradients
 
-    def find_mismatches(self, loss: float, weight: float) -> list[Mismatch]:
+    def find_mismatches(
+        self, loss: float, weight: float
+    ) -> tuple[list[Mismatch], dict[str, Tensor | None] | None]:
         """Find what differs from one worker's step before the update. Collective.
 
         Args:
             loss: The mean loss.
             weight: The global weight.
+
+        Returns:
+            (mismatches, gradients): the mean gradients of the whole model, on rank 0 at least; None
+            if they were not gathered.
 
         Raises:
             StepFailed: If a forward changes what cannot be compared.
@@ -578,7 +596,7 @@ class FirstStep:
         assert state_before is not None
         loss_dtype = setup.module.loss_dtype
         if step_check.loss_only:
-            return step_check.find_mismatches(StepOutcome(loss, weight, {}, {}), loss_dtype)
+            return step_check.find_mismatches(StepOutcome(loss, weight, {}, {}), loss_dtype), None
         exchange = training.exchange
         if step_check.serial_outcome.changed_parameters and (
             exchange.sharing_ranks > 1 or exchange.shard_layout is not None
@@ -599,12 +617,10 @@ class FirstStep:
             gradients = setup.shard_layout.gather_serial_tensors(
                 gradients, on_all_ranks=not step_check.first_rank_only
             )
-        return step_check.find_mismatches(
-            StepOutcome(
-                loss, weight, gradients, buffers, frozenset(), changed_parameters, changed_state
-            ),
-            loss_dtype,
+        outcome = StepOutcome(
+            loss, weight, gradients, buffers, frozenset(), changed_parameters, changed_state
         )
+        return step_check.find_mismatches(outcome, loss_dtype), gradients
 
 
 def _describe_equal_step(step_check: StepCheck, description: str) -> str:
@@ -641,8 +657,8 @@ def _find_partition_mismatches(
     gradients: dict[str, Tensor | None],
     buffers: dict[str, Tensor],
     changed_state: dict[str, Any],
-) -> list[Mismatch]:
-    """Compare the step of a partitioned model.
+) -> tuple[list[Mismatch], dict[str, Tensor | None]]:
+    """Compare the step of a partitioned model; return its gradients on rank 0 too.
 
     Collective. The first replica is gathered on rank 0, which has one worker's step. The other
     replicas are compared with the first one.
@@ -660,10 +676,9 @@ def _find_partition_mismatches(
     tensors = {**gradients, **buffers}
     is_first_replica = not training.setup.samples_world.rank
     _refuse_unequal_tensors(layout, tensors, layout.world)
-    gathered: Any = [
-        layout.gather_serial_tensors(each, on_all_ranks=False) if is_first_replica else {}
-        for each in (gradients, buffers)
-    ]
+    gathered: Any = [{}, {}]
+    if is_first_replica:
+        gathered, _ = layout.gather_serial_values([gradients, buffers])
     # what one worker's forward changes in Python and reads, from the ranks that change it
     states = training.world.gather_objects(
         {
@@ -672,18 +687,20 @@ def _find_partition_mismatches(
             if name in changed_state
         }
     )
-    outcome = StepOutcome(
-        loss,
-        weight,
-        gathered[0],
-        gathered[1],
-        changed_state={name: value for each in states for name, value in each.items()},
-        test_loss=step_check.test_loss,
-    )
+    outcome = None
+    if training.world.rank == 0:
+        outcome = StepOutcome(
+            loss,
+            weight,
+            gathered[0],
+            gathered[1],
+            changed_state={name: value for each in states for name, value in each.items()},
+            test_loss=step_check.test_loss,
+        )
     mismatches = step_check.find_mismatches(outcome, training.module.loss_dtype)
     if not mismatches and training.setup.samples_world.size > 1:
         _refuse_unequal_tensors(layout, tensors, training.world)
-    return mismatches
+    return mismatches, gathered[0]
 
 
 def _refuse_unequal_tensors(

@@ -1,7 +1,8 @@
 """The reference step: the step of one worker, made next to the strategy's own.
 
-Rank 0 runs the whole global batch, and rank 1 its rounding baseline. If the model is partitioned,
-rank 0 runs both, one after the other, because no other rank holds the whole model.
+In the first step rank 0 runs the whole global batch, rank 1 its rounding baseline, and all ranks
+compare. If no other rank holds the whole model, and in all later steps, rank 0 compares alone, and
+makes the baseline itself, if it needs one.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import functools
 import itertools
 import operator
 import pickle
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,7 +28,7 @@ from paragrad.engine.rng.draws import Draws
 from paragrad.engine.state.preserve_state import (
     ModuleSnapshot,
     PythonState,
-    find_state_owners,
+    find_all_owners,
     preserve_all_state,
 )
 from paragrad.engine.state.values import GeneratorState, is_same_value, set_tensor_values
@@ -108,12 +108,67 @@ def assemble_whole_module(training: Training, python_state: PythonState | None) 
 
     Args:
         training: The training.
-        python_state: The Python state of this rank's part when the model was partitioned.
+        python_state: The Python state of the loss and of this rank's part of the model when it was
+            partitioned.
     """
     setup, world = training.setup, training.world
     if setup.exchange is None or not setup.explain_no_whole_model():
         flags = world.all_gather(torch.tensor([has_parameter_hooks(training.module)]))
         return WholeModule(training.module, True, any(map(bool, flags)))
+    carried, obstacle = _list_carried_values(training, python_state)
+    # the whole model, a copy to restore, and gradients of the step and of baselines
+    obstacle = obstacle or explain_no_room(training, 6)
+    if world.all_reduce(torch.tensor(bool(obstacle), dtype=torch.float32), "MAX"):
+        obstacles = world.gather_objects(obstacle)
+        obstacle = world.broadcast_object(next(filter(None, obstacles), ""))
+        return WholeModule(None, False, obstacle=obstacle)
+    parts = world.gather_objects(carried)
+    model = setup.gather_model()
+    if training.world.rank:
+        return WholeModule(None, False)
+    module = training.module.wrap_model(model)
+    owners = find_all_owners(module)
+    trained = dict(model.named_parameters())
+    for part in filter(None, parts):
+        for (name, attribute), value in part.python_values.items():
+            if name in owners:
+                vars(owners[name])[attribute] = value
+        for name, requires_grad in part.requires_grad.items():
+            if name in trained:
+                trained[name].requires_grad_(requires_grad)
+        if part.loss_buffers:
+            buffers = dict(module.state_owner.named_buffers())
+            for name, value in part.loss_buffers.items():
+                set_tensor_values(buffers[name], value)
+    return WholeModule(module, False)
+
+
+@dataclass(frozen=True)
+class CarriedValues:
+    """What the whole model on rank 0 needs of a rank besides parameters and buffers.
+
+    Attributes:
+        python_values: What model and loss keep in Python and was changed, by (owner, attribute).
+        requires_grad: Whether parameters are trained, by serial name.
+        loss_buffers: The buffers of the loss, if rank 0 does not run it.
+    """
+
+    python_values: dict[tuple[str, str], Any]
+    requires_grad: dict[str, bool]
+    loss_buffers: dict[str, torch.Tensor]
+
+
+def _list_carried_values(
+    training: Training, python_state: PythonState | None
+) -> tuple[CarriedValues | None, str]:
+    """List what this rank sends to rank 0; other replicas than the first one send nothing.
+
+    Returns:
+        (values, obstacle): the values or None, and why some of them cannot be sent, or "".
+    """
+    setup = training.setup
+    if setup.samples_world.rank:
+        return None, ""
     model = setup.empty_model
     # a part may keep its parameters and buffers in attributes too
     tensor_names = {
@@ -128,25 +183,23 @@ def assemble_whole_module(training: Training, python_state: PythonState | None) 
         for place, value in (python_state.collect_changes() if python_state else {}).items()
         if ".".join(filter(None, place)) not in tensor_names
     }
-    carried = {place: value for place, value in changes.items() if _can_be_sent(value)}
-    left = [".".join(filter(None, place)) for place in changes if place not in carried]
-    obstacles = world.gather_objects(
-        f"{left[0]} cannot be carried to rank 0, which would compare"
-        if left
-        # the whole model, a copy to restore, and gradients of the step and of baselines
-        else explain_no_room(training, 6)
-    )
-    if obstacle := world.broadcast_object(next(filter(None, obstacles), "")):
-        return WholeModule(None, False, obstacle=obstacle)
-    parts = world.gather_objects(carried)
-    model = setup.gather_model()
-    if training.world.rank:
-        return WholeModule(None, False)
-    owners = find_state_owners(model)
-    for (name, attribute), value in (item for part in parts for item in part.items()):
-        if name in owners:
-            vars(owners[name])[attribute] = value
-    return WholeModule(training.module.wrap_model(model), False)
+    if left := [place for place, value in changes.items() if not _can_be_sent(value)]:
+        name = ".".join(filter(None, left[0]))
+        return None, f"{name} cannot be carried to rank 0, which would compare"
+    specs = setup.shard_layout.specs
+    loss = setup.module.state_owner
+    is_sent = setup.layout.has_output and isinstance(loss, torch.nn.Module)
+    return CarriedValues(
+        changes,
+        {
+            specs[name].name: each.requires_grad
+            for name, each in setup.parameters.items()
+            if name in specs
+        },
+        {name: each.detach() for name, each in loss.named_buffers()}
+        if is_sent and training.world.rank
+        else {},
+    ), ""
 
 
 @dataclass(frozen=True)
@@ -274,6 +327,19 @@ class ReferenceStep:
                 )
 
 
+def compares_on_first_rank(training: Training) -> bool:
+    """Return whether rank 0 alone compares the tensors of this step with one worker's.
+
+    In the first step all ranks do, if each has the whole model. Later, replicas that differ show in
+    their digests.
+
+    Args:
+        training: The training.
+    """
+    is_first = not training.state.own_steps
+    return not is_first or has_model_shards(training.setup.strategy)
+
+
 def make_reference_step(
     training: Training,
     batch: Batch,
@@ -283,7 +349,7 @@ def make_reference_step(
     whole: WholeModule,
     loss_only: bool = False,
 ) -> tuple[StepCheck | None, str]:
-    """Make one worker's step on rank 0, and its rounding baseline on rank 1 or after it.
+    """Make one worker's step on rank 0, and in the first step its rounding baseline on rank 1.
 
     Collective.
 
@@ -307,7 +373,7 @@ def make_reference_step(
     """
     world = training.world
     precision = find_coarsest_dtype(training.setup.empty_model)
-    is_partitioned = has_model_shards(training.setup.strategy) or not whole.is_everywhere
+    first_rank_only = compares_on_first_rank(training)
     serial = None
     baseline = None
     reference = None
@@ -326,16 +392,16 @@ def make_reference_step(
         0.0,
         0.0,
         {}
-        if loss_only or is_partitioned
+        if loss_only or first_rank_only
         else {name: each.detach() for name, each in training.setup.parameters.items()},
         {}
-        if loss_only or is_partitioned
+        if loss_only or first_rank_only
         else {name: each.detach() for name, each in training.setup.model.named_buffers()},
     )
     # later the model may be in another mode, or its test may draw
     skips_test = loss_only or training.state.own_steps > 0
     test = functools.partial(_select_test_part, training, batch, given_batches, skips_test)
-    if not reason and whole.module is not None and world.rank < (1 if is_partitioned else 2):
+    if not reason and whole.module is not None and world.rank < (1 if first_rank_only else 2):
         try:
             parts = (
                 functools.partial(_load_parts, training, batch)
@@ -352,7 +418,6 @@ def make_reference_step(
                 {name: buffer.clone() for name, buffer in whole.module.model.named_buffers()},
                 [],
             )
-            start = time.monotonic()
             outcome = reference.make_step(list if world.rank == 0 else SAMPLE_ORDERINGS[0])
             if training.setup.exchange is not None and whole.module is training.module:
                 parameters = dict(whole.module.model.named_parameters())
@@ -363,10 +428,7 @@ def make_reference_step(
                 )
             reference.saved_states.append(ModuleSnapshot(whole.module, outcome.changed_parameters))
             serial, baseline = (outcome, None) if world.rank == 0 else (None, outcome)
-            # All other ranks wait for both steps, so the second is made only if there is time.
-            if is_partitioned and world.size > 1 and time.monotonic() - start < world.timeout / 3:
-                with contextlib.suppress(Exception):  # There is no baseline then.
-                    baseline = reference.make_step(SAMPLE_ORDERINGS[0])
+            if first_rank_only and world.size > 1:
                 return_freed_memory()
         except Exception as error:  # If this is rank 1, there is no baseline.
             reason = f"one worker's step ended with {type(error).__name__}: {error}"
@@ -377,7 +439,7 @@ def make_reference_step(
     with waits if reference is None else contextlib.nullcontext():
         shared_outcome, reason = (
             broadcast_numbers(world, serial, reason)
-            if is_partitioned
+            if first_rank_only
             else broadcast_outcome(world, serial, template, reason=reason)
         )
     if shared_outcome is None:
@@ -393,7 +455,7 @@ def make_reference_step(
         reference.make_precise_step if reference and not whole.is_hooked else None,
         eps,
         precision == torch.float64,
-        is_partitioned,
+        first_rank_only,
         loss_only,
         test_part=test_part if isinstance(test_part, BatchExcerpt) else None,
     ), ""
@@ -559,12 +621,13 @@ def _estimate_sample_capacity(training: Training, batch: Batch) -> tuple[int, st
     bytes_left = read_available_memory()
     setup = training.setup
     is_partitioned = has_model_shards(setup.strategy) or bool(setup.explain_no_whole_model())
-    if bytes_left is None or training.world.rank > (0 if is_partitioned else 1):
+    first_rank_only = compares_on_first_rank(training)
+    if bytes_left is None or training.world.rank > (0 if first_rank_only else 1):
         return samples, ""
     # Every rank shards a copy, and gathers what is compared.
     is_sharded = setup.strategy.shards_parameters
     bytes_left //= (
-        1 if is_partitioned else training.world.size if is_sharded else min(2, training.world.size)
+        1 if first_rank_only else training.world.size if is_sharded else min(2, training.world.size)
     )
     per_sample = max(1, setup.probe.activation_bytes if setup.probe else 0)
     # If the model is partitioned, there are six: a copy to restore, the gradients of the step,

@@ -250,7 +250,7 @@ class StepCheck:
         is_float64: Whether the model is in float64.
 
         first_rank_only: Whether rank 0 alone has the tensors of both outcomes; the other ranks then
-            have the numbers only.
+            have the numbers only. There is no baseline outcome then: it is made where it is needed.
 
         loss_only: Whether only the loss is compared.
 
@@ -278,13 +278,16 @@ class StepCheck:
     test_loss: float | str = ""
     loss_eps: float = 0.0
 
-    def find_mismatches(self, outcome: StepOutcome, loss_dtype: torch.dtype) -> list[Mismatch]:
+    def find_mismatches(
+        self, outcome: StepOutcome | None, loss_dtype: torch.dtype
+    ) -> list[Mismatch]:
         """Find the kinds of values that differ from one worker's; the same list on every rank.
 
         Collective.
 
         Args:
-            outcome: The outcome of the strategy's step on this rank.
+            outcome: The outcome of the strategy's step on this rank; None if this rank has nothing
+                to compare.
             loss_dtype: The type of the loss.
         """
         self.loss_eps = max(
@@ -296,35 +299,51 @@ class StepCheck:
             self.loss_eps = float(
                 self.world.all_reduce(torch.tensor(self.loss_eps, dtype=torch.float64), "MAX")
             )
-        own_gaps = self._compare_outcomes(outcome)
+        own_gaps = {} if outcome is None else self._compare_outcomes(outcome)
+        doubtful_keys = (
+            self._find_doubtful_on_first_rank(own_gaps)
+            if self.first_rank_only
+            else self._find_doubtful_on_all_ranks(own_gaps)
+        )
+        return self._judge_doubtful(outcome, doubtful_keys) if doubtful_keys else []
+
+    def _find_doubtful_on_all_ranks(self, own_gaps: dict[GapKey, Gap]) -> list[GapKey]:
+        """Find the kinds whose difference on some rank is not explained; every rank has them all.
+
+        Collective.
+        """
         baseline_gaps = (
             None if self.baseline_outcome is None else self._compare_outcomes(self.baseline_outcome)
         )
-        keys = list(own_gaps)
-        rounding = {
-            key: baseline_gaps[key].value
-            if baseline_gaps and key in baseline_gaps and baseline_gaps[key].is_rounding
-            else 0.0
-            for key in keys
-        }
         values = torch.tensor(
             [
-                [own_gaps[key].value, rounding[key], own_gaps[key].equality_tolerance]
-                for key in keys
+                [gap.value, _get_rounding(baseline_gaps, key), gap.equality_tolerance]
+                for key, gap in own_gaps.items()
             ],
             dtype=torch.float64,
         )
-        values = values.nan_to_num(nan=math.inf)
-        worst = values if self.first_rank_only else self.world.all_reduce(values, "MAX")
-        doubtful_keys = [
+        worst = self.world.all_reduce(values.nan_to_num(nan=math.inf), "MAX")
+        return [
             key
-            for key, (value, baseline, tolerance) in zip(keys, worst.tolist(), strict=True)
+            for key, (value, baseline, tolerance) in zip(own_gaps, worst.tolist(), strict=True)
             if value > max(tolerance, 1.5 * baseline)
         ]
-        doubtful_keys = (
-            self.world.broadcast_object(doubtful_keys) if self.first_rank_only else doubtful_keys
-        )
-        return self._judge_doubtful(outcome, doubtful_keys) if doubtful_keys else []
+
+    def _find_doubtful_on_first_rank(self, own_gaps: dict[GapKey, Gap]) -> list[GapKey]:
+        """Find the kinds whose difference is not explained; other ranks have those of numbers.
+
+        Collective. The baseline is made only if some kind is not equal without it.
+        """
+        rank_gaps = self.world.gather_objects(own_gaps)
+        doubtful_keys: list[GapKey] = []
+        if self.world.rank == 0:
+            doubtful_keys = _list_unexplained(rank_gaps, None)
+            if doubtful_keys and self.make_variant is not None:
+                # Without a baseline everything stays doubtful, and is judged by other means.
+                with contextlib.suppress(Exception):
+                    baseline = self._compare_outcomes(self.make_variant(0))
+                    doubtful_keys = _list_unexplained(rank_gaps, baseline)
+        return list(self.world.broadcast_object(doubtful_keys))
 
     def _iterate_baselines(
         self, numbers: Iterable[int], reference: StepOutcome | None = None
@@ -377,7 +396,9 @@ class StepCheck:
             else None
         )
 
-    def _judge_doubtful(self, outcome: StepOutcome, doubtful_keys: list[GapKey]) -> list[Mismatch]:
+    def _judge_doubtful(
+        self, outcome: StepOutcome | None, doubtful_keys: list[GapKey]
+    ) -> list[Mismatch]:
         """Compare the doubtful kinds with a reference of higher precision, or with more baselines.
 
         Both exist on rank 0. If a kind still differs, the strategy repeats its own step in the
@@ -394,12 +415,14 @@ class StepCheck:
                 self.serial_outcome.test_loss
             ):
                 precise = None
-        if self.first_rank_only:
-            precise, _ = broadcast_numbers(self.world, precise)
-            rank_gaps = [self._compare_outcomes(outcome, precise)]
-        else:
-            precise, _ = broadcast_outcome(self.world, precise, self.serial_outcome, torch.float64)
-            rank_gaps = self.world.gather_objects(self._compare_outcomes(outcome, precise))
+        precise, _ = (
+            broadcast_numbers(self.world, precise)
+            if self.first_rank_only
+            else broadcast_outcome(self.world, precise, self.serial_outcome, torch.float64)
+        )
+        rank_gaps = self.world.gather_objects(
+            {} if outcome is None else self._compare_outcomes(outcome, precise)
+        )
         mismatches: list[Mismatch] = []
         if self.world.rank == 0:
             if repetition := self._check_repetition():
@@ -438,6 +461,26 @@ class StepCheck:
             else None
         )
         return mismatches if float64_mismatches is None else float64_mismatches
+
+
+def _get_rounding(baseline_gaps: dict[GapKey, Gap] | None, key: GapKey) -> float:
+    """Return the difference that rounding makes, as a trusted baseline shows it; otherwise 0."""
+    gap = (baseline_gaps or {}).get(key)
+    return gap.value if gap is not None and gap.is_rounding else 0.0
+
+
+def _list_unexplained(
+    rank_gaps: list[dict[GapKey, Gap]], baseline_gaps: dict[GapKey, Gap] | None
+) -> list[GapKey]:
+    """List the kinds whose difference on some rank is more than equality and a baseline explain."""
+    return [
+        key
+        for key in dict.fromkeys(key for each in rank_gaps for key in each)
+        if any(
+            not gap.value <= max(gap.equality_tolerance, 1.5 * _get_rounding(baseline_gaps, key))
+            for gap in (each.get(key, Gap()) for each in rank_gaps)
+        )
+    ]
 
 
 def _list_mismatches(

@@ -188,7 +188,7 @@ def _find_largest_gap(
         0.0,
         None,
         max(
-            (_compute_largest_finite(each) for each in selected.values() if each is not None),
+            (compute_largest_finite(each) for each in selected.values() if each is not None),
             default=0.0,
         ),
         max(
@@ -214,7 +214,7 @@ def _compute_difference(tensor: Tensor | None, reference: Tensor | None) -> floa
     if math.isfinite(difference):  # All values of both tensors are finite then.
         return difference
     same_finiteness = torch.equal(torch.isfinite(reference), torch.isfinite(tensor))
-    return _compute_largest_finite(tensor - reference) if same_finiteness else math.inf
+    return compute_largest_finite(tensor - reference) if same_finiteness else math.inf
 
 
 def _compute_state_difference(ours: Any, reference: Any) -> tuple[float, float]:
@@ -246,7 +246,7 @@ def _compute_state_difference(ours: Any, reference: Any) -> tuple[float, float]:
         return (
             (
                 _compute_difference(tensor, reference_tensor),
-                _compute_largest_finite(reference_tensor),
+                compute_largest_finite(reference_tensor),
             )
             if is_differentiable(reference_tensor)
             else (math.inf, 0.0)
@@ -258,8 +258,12 @@ def _compute_state_difference(ours: Any, reference: Any) -> tuple[float, float]:
     )
 
 
-def _compute_largest_finite(tensor: Tensor) -> float:
-    """Return the largest magnitude of the finite values."""
+def compute_largest_finite(tensor: Tensor) -> float:
+    """Return the largest magnitude of the finite values.
+
+    Args:
+        tensor: A tensor of any shape; an empty one gives 0.
+    """
     value = _compute_largest(tensor)
     if math.isfinite(value):
         return value

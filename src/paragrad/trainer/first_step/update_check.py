@@ -25,7 +25,7 @@ from paragrad.engine.layout import OptimizerState
 from paragrad.engine.optimizer.optimizer_state import copy_optimizer, select_global_state
 from paragrad.errors import describe_error
 from paragrad.trainer.first_step.reference_step import explain_no_room
-from paragrad.trainer.first_step.step_result import Gap
+from paragrad.trainer.first_step.step_result import Gap, compute_largest_finite
 from paragrad.trainer.training import Training
 
 VALUE_EPS = 8  # in eps of a value: how far it may differ
@@ -226,19 +226,23 @@ def _measure_change(before: Tensor | None, after: Tensor) -> float:
     if not after.numel() or not (after.is_floating_point() or after.is_complex()):
         return 0.0
     has_start = before is not None and before.shape == after.shape
-    change = (after - before.to(after)).abs() if has_start and before is not None else after.abs()
-    change = change[torch.isfinite(change)]
-    return float(change.max()) if change.numel() else 0.0
+    return compute_largest_finite(
+        after - before.to(after) if has_start and before is not None else after
+    )
 
 
 def make_reference_update(
-    training: Training, group_names: list[list[str]] | None
+    training: Training,
+    group_names: list[list[str]] | None,
+    gradients: Mapping[str, Tensor | None] | None,
 ) -> UpdateCheck | str:
     """Make one worker's update on copies, on rank 0. Collective, between gradients and update.
 
     Args:
         training: The training.
         group_names: As `list_group_names` returns them.
+        gradients: The mean gradients of the whole model, on rank 0 at least; None on all ranks to
+            gather them.
 
     Returns:
         The check; on other ranks an empty one. Or why the update cannot be compared.
@@ -253,9 +257,10 @@ def make_reference_update(
     if reason := training.world.broadcast_object(next(filter(None, reasons), None)):
         return str(reason)
     assert group_names is not None
-    gradients = setup.shard_layout.gather_serial_tensors(
-        training.exchange.gather_mean_gradients(), on_all_ranks=False
-    )
+    if gradients is None:
+        gradients = setup.shard_layout.gather_serial_tensors(
+            training.exchange.gather_mean_gradients(), on_all_ranks=False
+        )
     current, state = gather_trained(training)
     outcome: UpdateCheck | str = UpdateCheck({}, {}, {})
     if training.world.rank == 0:
@@ -310,11 +315,9 @@ def gather_trained(training: Training) -> tuple[dict[str, Tensor], OptimizerStat
     Returns:
         (parameters, state) of the whole model by name.
     """
-    setup = training.setup
-    layout = setup.shard_layout
-    state = setup.gather_optimizer_state()
-    tensors = layout.gather_serial_tensors(
-        {name: each.detach() for name, each in setup.parameters.items()}, on_all_ranks=False
+    (tensors,), state = training.setup.shard_layout.gather_serial_values(
+        [{name: each.detach() for name, each in training.setup.parameters.items()}],
+        training.exchange.gather_optimizer_state(),
     )
     if training.world.rank:
         return {}, {}
