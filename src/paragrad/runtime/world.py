@@ -252,15 +252,16 @@ class World:
             return [value]
         data = torch.zeros(0, dtype=torch.uint8) if self.rank == 0 else encode_object(value)
         lengths = [int(each) for each in self.all_gather(torch.tensor([data.numel()]))]
-        sent = torch.zeros(max(lengths), dtype=torch.uint8, device=self.transport_device)
-        sent[: data.numel()] = data
         if self.rank:
-            dist.gather(sent, group=self.group, group_dst=0)
+            self.start_transfers({0: data}, {})()
             return []
-        received = [torch.empty_like(sent) for _ in lengths]
-        dist.gather(sent, received, group=self.group, group_dst=0)
-        parts = [each[:length] for each, length in zip(received, lengths, strict=True)]
-        return [value, *map(decode_object, parts[1:])]
+        values = [value]
+        # one after the other, so that there is memory for one message
+        for rank in range(1, self.size):
+            data = torch.empty(lengths[rank], dtype=torch.uint8)
+            self.start_transfers({}, {rank: data})()
+            values.append(decode_object(data))
+        return values
 
     def barrier(self) -> None:
         """Wait until all ranks are here."""

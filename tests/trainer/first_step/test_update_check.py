@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,9 @@ def test_a_copied_optimizer_steps_as_the_original() -> None:
         for name, each in model.named_parameters():
             parameters[name].copy_(each)
             parameters[name].grad = each.grad.clone()  # type: ignore[union-attr]
-    state = {name: dict(optimizer.state[each]) for name, each in model.named_parameters()}
+    state = {
+        name: copy.deepcopy(dict(optimizer.state[each])) for name, each in model.named_parameters()
+    }
     assert explain_no_copy(optimizer, names) is None
     copied = copy_whole_optimizer(optimizer, names, parameters, state)
     optimizer.step()

@@ -60,8 +60,8 @@ class CheckPlan:
             done: The step that was checked. If it was not the planned one but, for example, the
                 last before a checkpoint, it takes the place of the planned one.
             seed: The seed of the training.
-            share: The share of checks in the run's time, above 0 and at most 1. With 1 every step is
-                checked.
+            share: The share of checks in the run's time, above 0 and at most 1. With 1 every step
+                is checked.
             costs: What checks and steps have cost.
         """
         if share >= 1.0:

@@ -33,6 +33,7 @@ from paragrad.errors import StepFailed
 from paragrad.jobs.loss import LossModule, convert_loss
 from paragrad.jobs.precision import convert_model
 from paragrad.parallel.registry import has_model_shards
+from paragrad.runtime.allocator import return_freed_memory
 from paragrad.runtime.world import World
 from paragrad.strategies.shares import Division
 from paragrad.trainer.batch import Batch
@@ -467,6 +468,8 @@ class FirstStep:
             gradients = None
             if self.step_check is not None:
                 gradients = self._check_outcome(loss, weight, "this step")
+                if not self.training.state.own_steps:  # every rank had one worker's gradients
+                    return_freed_memory()
             group_names = self._find_group_names()
             self.update_check = make_reference_update(self.training, group_names, gradients)
 

@@ -210,7 +210,7 @@ def _compute_difference(tensor: Tensor | None, reference: Tensor | None) -> floa
     wide = torch.promote_types(tensor.dtype, reference.dtype)
     tensor = tensor.detach().to(wide)
     reference = reference.detach().to(wide)
-    difference = _compute_largest(tensor - reference)
+    difference = compute_largest(tensor - reference)
     if math.isfinite(difference):  # All values of both tensors are finite then.
         return difference
     same_finiteness = torch.equal(torch.isfinite(reference), torch.isfinite(tensor))
@@ -264,15 +264,19 @@ def compute_largest_finite(tensor: Tensor) -> float:
     Args:
         tensor: A tensor of any shape; an empty one gives 0.
     """
-    value = _compute_largest(tensor)
+    value = compute_largest(tensor)
     if math.isfinite(value):
         return value
     sizes = tensor.detach().abs()
     return float(torch.where(torch.isfinite(sizes), sizes, 0).max())
 
 
-def _compute_largest(tensor: Tensor) -> float:
-    """Return the largest magnitude; it is not finite if any value is not."""
+def compute_largest(tensor: Tensor) -> float:
+    """Return the largest magnitude; it is not finite if any value is not.
+
+    Args:
+        tensor: A tensor of any shape; an empty one gives 0.
+    """
     tensor = tensor.detach()
     if not tensor.numel():
         return 0.0

@@ -6,8 +6,8 @@ and the same state. The optimizer of each rank may hold a part of the parameters
 another process (a server).
 
 The operations are the same on the same numbers. So a value may differ by a few units in its last
-place, and by a small part of the largest change in its tensor: the norm of a divided gradient is
-summed in another order.
+place, and by a small part of the largest change in its tensor (of the largest value, in the state):
+the norm of a divided gradient is summed in another order.
 """
 
 from __future__ import annotations
@@ -23,9 +23,14 @@ from torch import Tensor, nn
 
 from paragrad.engine.layout import OptimizerState
 from paragrad.engine.optimizer.optimizer_state import copy_optimizer, select_global_state
+from paragrad.engine.optimizer.update_probe import ELEMENTWISE_OPTIMIZERS
 from paragrad.errors import describe_error
 from paragrad.trainer.first_step.reference_step import explain_no_room
-from paragrad.trainer.first_step.step_result import Gap, compute_largest_finite
+from paragrad.trainer.first_step.step_result import (
+    Gap,
+    compute_largest,
+    compute_largest_finite,
+)
 from paragrad.trainer.training import Training
 
 VALUE_EPS = 8  # in eps of a value: how far it may differ
@@ -138,7 +143,7 @@ def copy_whole_optimizer(
         optimizer: The optimizer, of which `explain_no_copy` says nothing.
         group_names: The names of the parameters in each group.
         parameters: The parameters of the whole model by name.
-        state: Their state, as one worker's optimizer has it.
+        state: Their state, as one worker's optimizer has it. The copy changes it in place.
     """
     groups = [
         {
@@ -150,7 +155,7 @@ def copy_whole_optimizer(
     copied_state = copy.deepcopy(select_global_state(optimizer))
     for name, values in state.items():
         if name in parameters and values:
-            copied_state[parameters[name]] = copy.deepcopy(values)
+            copied_state[parameters[name]] = values
     return copy_optimizer(optimizer, groups, copied_state)
 
 
@@ -163,7 +168,8 @@ class UpdateCheck:
 
         state: The optimizer's state that it leaves, by parameter.
 
-        changes: By how much it changes a parameter or an entry of the state at most, by name.
+        changes: By how much it changes a parameter at most, and the largest magnitude of an entry
+            of the state, by name.
     """
 
     parameters: dict[str, Tensor]
@@ -209,15 +215,18 @@ def _measure_excess(ours: Tensor | None, expected: Tensor, change: float) -> tup
         return 0.0, 0.0
     if not (expected.is_floating_point() or expected.is_complex()):
         return math.inf, float((ours.double() - expected.double()).abs().max())
+    eps = torch.finfo(expected.dtype).eps
+    allowed_change = min(CHANGE_EPS * eps, LARGEST_CHANGE) * change
+    largest = compute_largest(ours.to(expected.dtype) - expected)
+    if largest <= allowed_change:  # without copies; values that are not finite are not less
+        return largest / (allowed_change or 1.0), largest
     if not torch.equal(torch.isfinite(ours), torch.isfinite(expected)):
         return math.inf, math.inf
-    wide = torch.complex128 if expected.is_complex() else torch.float64
-    eps = torch.finfo(expected.dtype).eps
+    wide = torch.promote_types(expected.dtype, torch.float32)
     difference = (ours.to(wide) - expected.to(wide)).abs()
-    share = min(CHANGE_EPS * eps, LARGEST_CHANGE)
-    allowed = VALUE_EPS * eps * expected.to(wide).abs() + share * change
+    allowed = VALUE_EPS * eps * expected.to(wide).abs() + allowed_change
     finite = torch.isfinite(difference)
-    excess = (difference / allowed.clamp_min(torch.finfo(torch.float64).tiny))[finite]
+    excess = (difference / allowed.clamp_min(torch.finfo(allowed.dtype).tiny))[finite]
     return float(excess.max()) if excess.numel() else 0.0, float(difference[finite].max())
 
 
@@ -279,29 +288,49 @@ def _run_reference_update(
     current: dict[str, Tensor],
     state: OptimizerState,
 ) -> UpdateCheck:
+    optimizer, clip_norm = training.state.optimizer, training.options.clip_norm
+    # some optimizers change gradients in place, and clipping does
+    copies_gradients = clip_norm is not None or type(optimizer) not in ELEMENTWISE_OPTIMIZERS
     parameters = {name: nn.Parameter(each.clone()) for name, each in current.items()}
     for name, each in parameters.items():
-        # a copy: some optimizers change gradients in place
-        gradient = gradients.get(name)
-        each.grad = None if gradient is None else gradient.detach().clone()
-    optimizer = copy_whole_optimizer(training.state.optimizer, group_names, parameters, state)
-    if (clip_norm := training.options.clip_norm) is not None:
+        if (gradient := gradients.get(name)) is not None:
+            each.grad = gradient.detach().clone() if copies_gradients else gradient.detach()
+    whole_optimizer = copy_whole_optimizer(
+        optimizer, group_names, parameters, _copy_live_state(optimizer, state)
+    )
+    if clip_norm is not None:
         nn.utils.clip_grad_norm_(parameters.values(), clip_norm)
-    training.draw_alike("update", training.state.steps, optimizer.step)
+    training.draw_alike("update", training.state.steps, whole_optimizer.step)
     new_parameters = {name: each.detach() for name, each in parameters.items()}
     new_state = {
-        name: dict(optimizer.state[each])
+        name: dict(whole_optimizer.state[each])
         for name, each in parameters.items()
-        if each in optimizer.state
+        if each in whole_optimizer.state
     }
-    before = dict(_iterate_tensors(current, state))
     changes = {
-        name: _measure_change(before.get(name), each)
+        name: _measure_change(current.get(name), each)
         for name, each in _iterate_tensors(new_parameters, new_state)
     }
     for each in parameters.values():
         each.grad = None
     return UpdateCheck(new_parameters, new_state, changes)
+
+
+def _copy_live_state(optimizer: torch.optim.Optimizer, state: OptimizerState) -> OptimizerState:
+    """Copy the values of a state that are the optimizer's own; the others were gathered."""
+    live = {
+        id(each)
+        for values in optimizer.state.values()
+        if isinstance(values, dict)
+        for each in values.values()
+    }
+    return {
+        name: {
+            entry: copy.deepcopy(value) if id(value) in live else value
+            for entry, value in values.items()
+        }
+        for name, values in state.items()
+    }
 
 
 def gather_trained(training: Training) -> tuple[dict[str, Tensor], OptimizerState]:
