@@ -197,7 +197,7 @@ PARTS = {
     "Setup",
     "TrainingState",
     "StepObserver",
-    "FirstStep",
+    "StepChecker",
     "PaceObserver",
     "NoiseObserver",
     "RecordObserver",

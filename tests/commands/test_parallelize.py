@@ -662,10 +662,10 @@ def test_check_of_a_failed_step_does_not_outlive_it() -> None:
         model.is_broken = True
         with pytest.raises(StepFailed, match="it breaks"):
             trainer.step(*next(batches))
-        assert trainer.first_step.step_check is not None
+        assert trainer.checks.step_check is not None
         model.is_broken = False
         trainer.step(*next(batches))
-        assert trainer.first_step.step_check is None
+        assert trainer.checks.step_check is None
 
 
 class ClipsGradients(torch.autograd.Function):
@@ -837,7 +837,7 @@ def checked_steps(world: World, strategy: str) -> list[int]:
             if trainer.steps == 5:
                 trainer.check_next_step()
             trainer.step(inputs, target)
-            if trainer.first_step.schedule.last_equal == trainer.steps - 1:
+            if trainer.checks.schedule.last_equal == trainer.steps - 1:
                 compared.append(trainer.steps - 1)
     return compared
 

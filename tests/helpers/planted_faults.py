@@ -28,8 +28,7 @@ from paragrad.jobs import loss
 from paragrad.parallel.data import shared_memory
 from paragrad.strategies.strategy import PER_ELEMENT
 from paragrad.trainer import batch, trainer, training
-from paragrad.trainer.first_step import inspect_model, reference_step
-from paragrad.trainer.first_step import step_check as first_step
+from paragrad.trainer.checks import inspect_model, reference_step, step_check
 
 IMAGES = TensorDataset(
     numbers(30, 2, 8, 8, seed=3),
@@ -267,7 +266,7 @@ def planted(wrong: Callable[[Net], None], alone: int | None = None) -> Job:
         if dist.is_initialized() and alone in (None, rank()):
             for of, name in (
                 (reference_step, "run_reference_step"),
-                (first_step, "run_reference_step"),
+                (step_check, "run_reference_step"),
                 (inspect_model, "probe_model"),
             ):
                 original = getattr(of, name)

@@ -1,7 +1,7 @@
 """Right jobs of other hands, by every seed and in every type: their first step is proved, and
 none is ended.
 
-With our own (`tests/trainer/first_step/test_first_step.py`) they are more than 40 jobs; `make
+With our own (`tests/trainer/checks/test_first_step.py`) they are more than 40 jobs; `make
 zoo` runs all, CI a covering sample.
 """
 

@@ -21,7 +21,7 @@ from paragrad.report.equivalence.lockstep import COMPARED_STEPS, compare_with_se
 from paragrad.report.notebook import make_notebook_progress
 from paragrad.runtime.rendezvous import get_launched_size
 from paragrad.strategies.strategy import Strategy
-from paragrad.trainer.first_step.diagnosis import BY_DESIGN, diagnose_difference
+from paragrad.trainer.checks.diagnosis import BY_DESIGN, diagnose_difference
 from paragrad.trainer.settings import Settings, refuse_old_arguments
 from paragrad.validation.validate import ValidatedRun, validate_run
 

@@ -57,8 +57,8 @@ class StepObserver:
         """
 
 
-class FirstStepHooks(Protocol):
-    """What a training asks of its first step (`trainer.first_step.first_step.FirstStep`)."""
+class StepChecks(Protocol):
+    """What a training asks of its checker (`trainer.checks.step_checker.StepChecker`)."""
 
     def set_up(self, batch: Batch, inputs: Any, target: Any) -> None:
         """Build exchange and passes before the first step."""

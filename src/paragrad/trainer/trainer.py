@@ -35,9 +35,9 @@ from paragrad.strategies.strategy import Strategy
 from paragrad.trainer.batch import make_rank_batch
 from paragrad.trainer.checkpoint import trainer_snapshot
 from paragrad.trainer.checkpoint.checkpoint_files import agree_on_newest_checkpoint
+from paragrad.trainer.checks.step_checker import StepChecker
 from paragrad.trainer.evaluation import Metric, choose_evaluation_batch, evaluate_dataset
 from paragrad.trainer.evaluation_batches import choose_test_batch
-from paragrad.trainer.first_step.first_step import FirstStep
 from paragrad.trainer.model_partition import is_shared_per_host
 from paragrad.trainer.observers import NoiseObserver, PaceObserver, RecordObserver
 from paragrad.trainer.pace import Pace, SlowRanks
@@ -72,7 +72,7 @@ class Trainer:
     Attributes:
         training: The setup, the state and the step.
 
-        first_step: Sets up the exchange, and compares the first step with one worker's.
+        checker: Sets up the exchange, and compares the first step with one worker's.
 
         pace: The pace of this rank.
     """
@@ -92,11 +92,11 @@ class Trainer:
         self.training = Training(
             world, model, loss, optimizer, strategy, options, scheduler, initial_model
         )
-        self.first_step = FirstStep(self.training)
+        self.checker = StepChecker(self.training)
         self.pace = options.pace or Pace(
             SlowRanks(), options.seed, world.rank, world.device.type != "cpu"
         )
-        self.training.adopt_first_step(self.first_step)
+        self.training.adopt_checker(self.checker)
         if strategy.adapts_shares or self.pace.slow_ranks != SlowRanks():
             self.training.add_observer(PaceObserver(self.training, self.pace))
         if options.noise_interval:
@@ -309,7 +309,7 @@ class Trainer:
             StepFailed: With the tensor.
         """
         try:
-            self.first_step.set_up(self.training.feed.take_batch(inputs, target), inputs, target)
+            self.checker.set_up(self.training.feed.take_batch(inputs, target), inputs, target)
         except Exception as error:
             raise self.training.report_failure(error) from error
 

@@ -3,7 +3,7 @@
     batch -> loss -> gradients -> exchange -> update
 
 `Training.make_step` calls these stages in this order. What a strategy changes lies in the exchange
-and the passes of `Training.setup`. Before step 0 `FirstStep` builds both; it also compares the step
+and the passes of `Training.setup`. Before step 0 `StepChecker` builds both; it also compares steps
 with one worker's. Observers are called at fixed places of the step.
 """
 
@@ -59,7 +59,7 @@ from paragrad.trainer.model_partition import (
 )
 from paragrad.trainer.parameter_access import UserModel
 from paragrad.trainer.setup import Setup, TrainerOptions
-from paragrad.trainer.step_observer import FirstStepHooks, StepObserver, StepResult
+from paragrad.trainer.step_observer import StepChecks, StepObserver, StepResult
 
 
 class TrainingState:
@@ -265,7 +265,7 @@ class Training:
         shared_hosts: The hosts on which ranks share the model's values until it is partitioned, or
             None.
 
-        first_step: Builds exchange and passes before the first step, and compares steps.
+        checker: Builds exchange and passes before the first step, and compares steps.
 
         draw_alike: Runs a function with the same draws on every rank.
 
@@ -330,7 +330,7 @@ class Training:
         self.feed = BatchFeed(self.log, world.device, options.dtype or find_shared_dtype(model))
         self.observers: list[StepObserver] = []
         self.user_model = None if options.is_validated else UserModel(model, optimizer)
-        self.first_step: FirstStepHooks | None = None
+        self.checker: StepChecks | None = None
         self.draw_alike = ReplicatedDraws(options.seed, world.device)
         self.noise = GradientNorms(self.setup.trained_tensors, options.noise_interval)
         self.monitor = StragglerMonitor(rank_world, strategy.guarantees.replicas_equal)
@@ -353,8 +353,8 @@ class Training:
         Raises:
             StepFailed: With the step and the tensor.
         """
-        state, first_step, is_check_due = self.state, self.first_step, self.state.is_check_due
-        assert first_step is not None
+        state, checker, is_check_due = self.state, self.checker, self.state.is_check_due
+        assert checker is not None
         try:
             batch = self.feed.take_batch(inputs, target)
             target = inputs if target is None else target
@@ -362,15 +362,15 @@ class Training:
                 if self.setup.layout.is_partitioned and self.user_model is not None:
                     self.user_model.follow_changes(self.module.model, self.setup.passes)
                 if self.setup.exchange is None:
-                    first_step.set_up(batch, inputs, target)
+                    checker.set_up(batch, inputs, target)
                 elif is_check_due:
-                    first_step.prepare(batch, inputs, target)
+                    checker.prepare(batch, inputs, target)
                 sums = self.compute_gradients(batch, inputs, target, self.observers)
                 sums, totals = self.share_totals(sums)
                 with self.log.record_span("update", "update"):
                     weight, doubtful_weight = totals.weight, totals.doubtful_weight
                     if doubtful_weight:
-                        weight = first_step.resolve_weight(
+                        weight = checker.resolve_weight(
                             batch, inputs, target, weight, doubtful_weight
                         )
                     rate = get_learning_rate(state.optimizer)
@@ -378,10 +378,10 @@ class Training:
                     for each in self.observers:
                         each.observe_mean_gradients(loss, weight)
                     if is_check_due:
-                        first_step.compare_gradients(loss, weight)
+                        checker.compare_gradients(loss, weight)
                     self.draw_alike("update", state.steps, self.exchange.update)
                     if is_check_due:
-                        first_step.compare_update()
+                        checker.compare_update()
                     if state.stepped_scheduler is not None:
                         self.draw_alike("schedule", state.steps, state.stepped_scheduler.step)
         except Exception as error:
@@ -645,13 +645,13 @@ class Training:
         self.state.keep_micro_batch(samples)
         self.module.adopt_findings(probe.weight_known, probe.is_linear)
 
-    def adopt_first_step(self, first_step: FirstStepHooks) -> None:
+    def adopt_checker(self, checker: StepChecks) -> None:
         """Let this object build exchange and passes, and compare steps.
 
         Args:
-            first_step: The first step.
+            checker: The checker.
         """
-        self.first_step = first_step
+        self.checker = checker
 
     def add_observer(self, observer: StepObserver) -> None:
         """Let an observer look at each step.

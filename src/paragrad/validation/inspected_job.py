@@ -14,7 +14,7 @@ from paragrad.engine.optimizer.update_probe import find_update_granularity, has_
 from paragrad.engine.optimizer.update_slices import FOREACH_OPTIMIZERS
 from paragrad.jobs.job import Job
 from paragrad.strategies.job_facts import JobFacts, OptimizerFacts
-from paragrad.trainer.first_step.diagnosis import explain_layout_draws
+from paragrad.trainer.checks.diagnosis import explain_layout_draws
 from paragrad.validation.divisibility import explain_no_micro_batches, explain_no_single_sample
 from paragrad.validation.inspect_job import JobInspection
 from paragrad.validation.repeatability import explain_single_use_optimizer, explain_unrepeatable

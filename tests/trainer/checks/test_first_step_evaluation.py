@@ -24,7 +24,7 @@ from paragrad.errors import StepFailed
 from paragrad.launch import Launcher
 from paragrad.report.run import Run
 from paragrad.runtime.world import World
-from paragrad.trainer.first_step import first_step
+from paragrad.trainer.checks import step_checker
 from paragrad.trainer.settings import Settings
 from paragrad.validation.validate import validate_run
 
@@ -200,10 +200,10 @@ class Undoubted(nn.Sequential):
         super().__init__(*small())
         if dist.is_initialized():
             # for as long as that process is there
-            mock.patch.object(first_step, "refuse_float64_copies", doubtful).start()
+            mock.patch.object(step_checker, "refuse_float64_copies", doubtful).start()
 
 
-refuse_copies = first_step.refuse_float64_copies
+refuse_copies = step_checker.refuse_float64_copies
 
 
 def doubtful(world: World, module: Any) -> None:

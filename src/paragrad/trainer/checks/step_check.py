@@ -51,14 +51,14 @@ from paragrad.errors import describe_error
 from paragrad.jobs.loss import LossModule
 from paragrad.runtime.generators import keep_generators
 from paragrad.runtime.world import World
-from paragrad.trainer.evaluation import make_whole_model_outputs, score_batches
-from paragrad.trainer.first_step.step_result import (
+from paragrad.trainer.checks.step_result import (
     Gap,
     GapKey,
     StepOutcome,
     compute_gaps,
     pool_gaps,
 )
+from paragrad.trainer.evaluation import make_whole_model_outputs, score_batches
 
 SampleOrdering = Callable[[list[int]], list[int]]
 # Orderings of the samples of a group: the baseline's, and others if there is no precise reference.

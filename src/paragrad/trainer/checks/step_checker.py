@@ -37,17 +37,16 @@ from paragrad.runtime.allocator import return_freed_memory
 from paragrad.runtime.world import World
 from paragrad.strategies.shares import Division
 from paragrad.trainer.batch import Batch
-from paragrad.trainer.exchange_setup import set_up_exchange
-from paragrad.trainer.first_step.check_schedule import CheckSchedule
-from paragrad.trainer.first_step.diagnosis import describe_mismatch, explain_layout_draws
-from paragrad.trainer.first_step.inspect_model import (
+from paragrad.trainer.checks.check_schedule import CheckSchedule
+from paragrad.trainer.checks.diagnosis import describe_mismatch, explain_layout_draws
+from paragrad.trainer.checks.inspect_model import (
     is_given_as_loaded,
     is_given_as_loaded_everywhere,
     probe_first_micro_batch,
     reuse_validation_probe,
     run_model_once,
 )
-from paragrad.trainer.first_step.reference_step import (
+from paragrad.trainer.checks.reference_step import (
     WholeModule,
     assemble_whole_module,
     evaluate_test_part,
@@ -56,15 +55,16 @@ from paragrad.trainer.first_step.reference_step import (
     refuse_float64_copies,
     shrink_batch,
 )
-from paragrad.trainer.first_step.step_check import Mismatch, StepCheck
-from paragrad.trainer.first_step.step_result import StepOutcome
-from paragrad.trainer.first_step.update_check import (
+from paragrad.trainer.checks.step_check import Mismatch, StepCheck
+from paragrad.trainer.checks.step_result import StepOutcome
+from paragrad.trainer.checks.update_check import (
     UpdateCheck,
     gather_trained,
     list_group_ids,
     list_group_names,
     make_reference_update,
 )
+from paragrad.trainer.exchange_setup import set_up_exchange
 from paragrad.trainer.parameter_access import NONDETERMINISM_HINT, refuse_unequal_copies
 from paragrad.trainer.setup import TrainerOptions
 from paragrad.trainer.training import Training
@@ -92,7 +92,7 @@ UNEQUAL_REPLICAS = (
 )
 
 
-class FirstStep:
+class StepChecker:
     """Sets up the exchange before the first step, and compares steps with one worker's.
 
     Args:
@@ -348,11 +348,11 @@ class FirstStep:
                 pair = convert_batch(given, world.device, torch.float64)
                 copied.feed.adopt_batch(training.feed.samples, pair if as_loaded else None)
                 # The copy must be partitioned in the same way.
-                first_step = FirstStep(copied, self.inspections)
-                first_step.set_up(batch, *pair)
-                if first_step.step_check is None:
+                checker = StepChecker(copied, self.inspections)
+                checker.set_up(batch, *pair)
+                if checker.step_check is None:
                     return None
-                return first_step.find_mismatches(*first_step.average_gradients(batch, *pair))[0]
+                return checker.find_mismatches(*checker.average_gradients(batch, *pair))[0]
         except Exception:
             return None
         finally:

@@ -16,7 +16,7 @@ from planted_faults import WRONGS, planted
 from torch import Tensor, nn
 
 import paragrad as pg
-from paragrad.trainer.first_step import reference_step
+from paragrad.trainer.checks import reference_step
 
 pytestmark = pytest.mark.processes
 

@@ -27,9 +27,9 @@ from paragrad.errors import StepFailed
 from paragrad.launch import Launcher
 from paragrad.parallel.pipeline import balance
 from paragrad.runtime.world import World
-from paragrad.trainer.first_step import step_result
-from paragrad.trainer.first_step.diagnosis import diagnose_step
-from paragrad.trainer.first_step.step_check import Mismatch, StepCheck
+from paragrad.trainer.checks import step_result
+from paragrad.trainer.checks.diagnosis import diagnose_step
+from paragrad.trainer.checks.step_check import Mismatch, StepCheck
 from paragrad.trainer.trainer import Trainer
 
 pytestmark = [pytest.mark.processes, pytest.mark.story]

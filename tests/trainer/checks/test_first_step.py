@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 import paragrad as pg
 from paragrad.record.record import Record
-from paragrad.trainer.first_step.step_result import Gap, StepOutcome, compute_gaps, pool_gaps
+from paragrad.trainer.checks.step_result import Gap, StepOutcome, compute_gaps, pool_gaps
 
 pytestmark = pytest.mark.processes
 

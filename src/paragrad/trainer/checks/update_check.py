@@ -25,8 +25,8 @@ from paragrad.engine.layout import OptimizerState
 from paragrad.engine.optimizer.optimizer_state import copy_optimizer, select_global_state
 from paragrad.engine.optimizer.update_probe import ELEMENTWISE_OPTIMIZERS
 from paragrad.errors import describe_error
-from paragrad.trainer.first_step.reference_step import explain_no_room
-from paragrad.trainer.first_step.step_result import (
+from paragrad.trainer.checks.reference_step import explain_no_room
+from paragrad.trainer.checks.step_result import (
     Gap,
     compute_largest,
     compute_largest_finite,

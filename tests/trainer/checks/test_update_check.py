@@ -17,7 +17,7 @@ from torch.nn import functional
 import paragrad as pg
 from paragrad.launch import Launcher
 from paragrad.runtime.world import World
-from paragrad.trainer.first_step.update_check import (
+from paragrad.trainer.checks.update_check import (
     UpdateCheck,
     copy_whole_optimizer,
     explain_no_copy,

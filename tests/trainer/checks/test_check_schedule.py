@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from paragrad.trainer.first_step.check_schedule import FIXED_STEPS, CheckCosts, CheckPlan
+from paragrad.trainer.checks.check_schedule import FIXED_STEPS, CheckCosts, CheckPlan
 
 pytestmark = pytest.mark.pure
 

@@ -43,8 +43,7 @@ from paragrad.runtime.rendezvous import count_local_ranks
 from paragrad.runtime.world import World
 from paragrad.strategies.shares import split_micro_batches
 from paragrad.trainer.batch import Batch
-from paragrad.trainer.evaluation import choose_evaluation_batch, score_batches, share_output_sums
-from paragrad.trainer.first_step.step_check import (
+from paragrad.trainer.checks.step_check import (
     SAMPLE_ORDERINGS,
     SampleOrdering,
     StepCheck,
@@ -52,7 +51,8 @@ from paragrad.trainer.first_step.step_check import (
     broadcast_outcome,
     run_reference_step,
 )
-from paragrad.trainer.first_step.step_result import StepOutcome
+from paragrad.trainer.checks.step_result import StepOutcome
+from paragrad.trainer.evaluation import choose_evaluation_batch, score_batches, share_output_sums
 from paragrad.trainer.training import Training
 
 

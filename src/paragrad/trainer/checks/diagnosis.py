@@ -10,7 +10,7 @@ import math
 from paragrad.parallel.registry import has_model_shards, is_builtin_technique
 from paragrad.strategies.shares import Division
 from paragrad.strategies.strategy import list_factors
-from paragrad.trainer.first_step.step_check import Mismatch
+from paragrad.trainer.checks.step_check import Mismatch
 from paragrad.trainer.training import Training
 
 KIND_NAMES = {

@@ -1,0 +1,1 @@
+"""The comparison of steps with one worker's, before and after their updates."""

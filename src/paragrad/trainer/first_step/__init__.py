@@ -1,1 +1,0 @@
-"""The comparison of the first step with one worker's, before its update."""
