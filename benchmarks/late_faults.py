@@ -67,10 +67,13 @@ def numbers(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-SAMPLES = TensorDataset(
-    numbers(512, 64, seed=1),
-    torch.randint(10, (512,), generator=torch.Generator().manual_seed(2)),
-)
+def make_samples(count: int) -> TensorDataset:
+    """Noise with labels that mean nothing: few can be learned by heart, many cannot."""
+    drawn = torch.Generator().manual_seed(2)
+    return TensorDataset(numbers(count, 64, seed=1), torch.randint(10, (count,), generator=drawn))
+
+
+FEW, MANY = make_samples(512), make_samples(16384)
 
 
 def build(width: int) -> nn.Module:
@@ -144,6 +147,7 @@ def make_job(
     fault: Fault | None = None,
     width: int = WIDTH,
     batch: int = 128,
+    samples: TensorDataset = FEW,
 ) -> pg.Job:
     def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
         # every rank makes one; a model that is cut is built on one rank of a host alone
@@ -160,7 +164,7 @@ def make_job(
         loss=functional.cross_entropy,
         optimizer=make_optimizer,
         scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.999),
-        train=SAMPLES,
+        train=samples,
         batch=batch,
         epochs=10_000,
         seed=seed,
@@ -233,7 +237,7 @@ def main() -> None:
         for strategy, (steps, sizes) in (
             itertools.product(timed, TIMED.items()) if "costs" in parts else ()
         ):
-            job = make_job(torch.float32, 0, None, *sizes)
+            job = make_job(torch.float32, 0, None, *sizes, MANY)
             ended, _ = train(job, strategy, folder, 2000, "1%")
             checks = sum(
                 line["numbers"]["seconds"]

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import shutil
 import subprocess
@@ -577,6 +578,40 @@ def test_unfreezing_is_reported(pool: Launcher) -> None:
         assert told.startswith(
             "step 1, tensor 0.weight, 0.bias: it was frozen or unfrozen after step 0"
         )
+
+
+def grow(world: World, strategy: str, joins: bool) -> str:
+    """Add a layer after the first step, or give a parameter of the model to the optimizer."""
+    model = nn.Sequential(nn.Linear(10, 8), nn.Linear(8, 4))
+    start = model.parameters() if not joins else model[0].parameters()
+    optimizer = torch.optim.SGD(start, lr=0.1)
+    with pg.parallelize(model, functional.cross_entropy, optimizer, strategy) as trainer:
+        batches = trainer.batches(VECTORS, batch=12, epoch=0)
+        trainer.step(*next(batches))
+        if not joins:
+            model.append(nn.Linear(4, 4))
+        optimizer.add_param_group({"params": list(model[-1].parameters())})
+        try:
+            trainer.step(*next(batches))
+        except StepFailed as error:
+            return str(error)
+    return "it trained on"
+
+
+@pytest.mark.parametrize(
+    "strategy", ["data(2)", "data(2, reduce=ring)", "data(2, state=replicated)"]
+)
+def test_an_added_layer_is_reported(pool: Launcher, strategy: str) -> None:
+    """Its gradients were not exchanged, and replicas drifted apart in silence: the step that was
+    made once more in float64 had an exchange of its own, which knew the layer.
+    """
+    for told in pool.run(functools.partial(grow, strategy=strategy, joins=False), size=2):
+        assert told.startswith("step 1, tensor 2.weight, 2.bias: it was added after step 0")
+
+
+def test_a_parameter_of_the_model_may_join_the_optimizer_later(pool: Launcher) -> None:
+    for told in pool.run(functools.partial(grow, strategy="data(2)", joins=True), size=2):
+        assert told == "it trained on"
 
 
 def test_modules_in_eval_mode_stay_in_it() -> None:

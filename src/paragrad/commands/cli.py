@@ -102,7 +102,11 @@ def run_train(
     ] = False,
     overlap: Annotated[bool, typer.Option(help="exchange gradients while backward runs")] = True,
     verify: Annotated[
-        bool, typer.Option("--verify", help="afterwards, compare 20 steps with serial in float64")
+        bool,
+        typer.Option(
+            "--verify",
+            help="afterwards, compare 20 steps with serial in float64; the exit code stays",
+        ),
     ] = False,
     check: CheckOption = "1%",
     save: Annotated[

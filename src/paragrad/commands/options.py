@@ -71,12 +71,16 @@ InjectFaultOption = Annotated[
 ]
 SkipFirstStepCheckOption = Annotated[
     bool,
-    typer.Option("--skip-first-step-check", help="do not compare the first step with one worker's"),
+    typer.Option(
+        "--skip-first-step-check", help="compare no step with one worker's, and train what differs"
+    ),
 ]
 CheckOption = Annotated[
     str,
     typer.Option(
-        metavar="SHARE", help="of the run's time for comparing steps with one worker's; 0: none"
+        metavar="SHARE",
+        help="part of the run's time in which steps are compared with one worker's, such as 1% or "
+        "0.01; a step that differs ends the run; 100%: every step; 0: none, not even the first",
     ),
 ]
 SkipScheduleCheckOption = Annotated[

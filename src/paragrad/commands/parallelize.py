@@ -98,10 +98,10 @@ def parallelize(
 
         timeout: seconds to wait for another rank.
 
-        check: the largest share of the time that comparisons of steps with one worker's may take,
-            such as "1%"; 0: no step is compared.
+        check: the share of the time that comparisons of steps with one worker's take, such as "1%".
+            The steps 1, 2, 4, 8 and 16 are compared besides. 1: every step; 0: none.
 
-        skip_first_step_check: do not compare the first step with one worker's.
+        skip_first_step_check: compare no step with one worker's, and train on all the same.
 
     Yields:
         The trainer.

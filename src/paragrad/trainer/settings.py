@@ -101,13 +101,14 @@ class Settings:
 
         inject_fault: A fault that is planted in the exchange.
 
-        check: The largest share of the run's time that comparisons of steps with one worker's may
-            take: "1%", or 0.01. 0: no step is compared.
+        check: The share of the run's time that comparisons of steps with one worker's take: "1%",
+            or 0.01. The steps 1, 2, 4, 8 and 16 and the last one are compared besides. 1: every
+            step is compared. 0: none is, not even the first.
 
         skip_schedule_check: Do not prove the schedules before any rank starts.
 
-        skip_first_step_check: Do not compare the first step with one worker's, and train on even if
-            the training is known to differ.
+        skip_first_step_check: Compare no step with one worker's, and train even if the training is
+            known to differ.
 
         timeout: The seconds that a rank waits for another one.
 

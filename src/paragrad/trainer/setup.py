@@ -57,7 +57,7 @@ class TrainerOptions:
         skip_first_step_check: Do not compare the first step with one worker's, and go on if random
             draws depend on the layout.
 
-        check_share: The largest share of checks in the run's time, from 0 (no check) to 1.
+        check_share: The share of checks in the run's time, from 0 (no check) to 1 (all steps).
 
         validation_probe: The probe of the model during validation, or None.
 

@@ -302,3 +302,98 @@ def test_verify_of_late_steps_goes_on_from_the_state(strategy: str, tmp_path: Pa
     certificate = pg.verify(job, strategy, runs=tmp_path)
     assert certificate.same
     assert certificate.value < 1e-13
+
+
+# ---- what rank 0 needs of other ranks, to make one worker's step ---------------------------------
+class Counting(nn.Module):
+    """Reads in Python how often it was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(10, 4)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layer(x) * (1 + 0.01 * self.calls)
+
+
+class Unfreezing(nn.Sequential):
+    """Trains its first layer from the tenth call on."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 4))
+        self[0].requires_grad_(False)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+        if self.calls == 10:
+            self[0].requires_grad_(True)
+        return super().forward(x)  # type: ignore[no-any-return]
+
+
+class Moving(nn.Module):
+    """A loss that keeps in a buffer how often it was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1  # type: ignore[operator]
+        return functional.cross_entropy(output, target) * (1 + 0.01 * self.calls)
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "strategy"),
+    [
+        (Counting, functional.cross_entropy, "data(2, state=fully_sharded)"),
+        (Counting, functional.cross_entropy, "data(2, state=shared_memory)"),
+        (Unfreezing, functional.cross_entropy, "tensor(2)"),
+        (Unfreezing.__base__, Moving(), "tensor(2)"),
+    ],
+)
+def test_state_of_other_ranks_is_no_difference(
+    model: Any, loss: Any, strategy: str, tmp_path: Path
+) -> None:
+    """Rank 0 compared with a model as it was at the beginning: four right runs ended by name."""
+    build = build_plain if model is nn.Sequential else model
+    job = make_job("keeping", build, LONG, loss=loss)
+    run = pg.train(job, strategy, runs=tmp_path, check="100%")
+    assert run.compared_steps == len(run.losses) > 20
+
+
+@pytest.mark.parametrize("strategy", ["place(2)", "pipeline(2, micro=1)"])
+def test_the_loss_of_another_rank_is_no_difference(strategy: str, tmp_path: Path) -> None:
+    """The last rank has the loss, with what it keeps."""
+    job = make_job("moving", build_plain, LONG, loss=Moving())
+    assert pg.train(job, strategy, runs=tmp_path).compared_steps > 5
+
+
+def build_plain() -> nn.Module:
+    return nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+class Dropping(nn.Module):
+    """Leaves out layers by chance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(10, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.last = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.first(x))
+        for layer in self.layers:
+            if not self.training or torch.rand(()) > 0.4:
+                x = x + torch.relu(layer(x))
+        return self.last(x)
+
+
+def test_a_cut_model_that_leaves_out_layers_is_refused_in_words(tmp_path: Path) -> None:
+    """The lengths of two lists were unequal: a ValueError."""
+    with pytest.raises((pg.Refused, pg.RankFailed), match="runs other operations|another way"):
+        pg.train(make_job("dropping", Dropping, LONG), "pipeline(2)", runs=tmp_path)

@@ -72,8 +72,9 @@ class CheckPlan:
             return CheckPlan(fixed[0], fixed[0])
         start = max(done, self.interval_end)
         step_seconds = max(costs.run_seconds - costs.check_seconds, 1e-9) / done
-        # the checks so far and the next one cost the share of the time until the interval's end
-        wanted_seconds = (costs.check_seconds + costs.last_seconds) / share
+        # the checks so far, the next one and that of the run's last step cost the share of the
+        # time until the interval's end
+        wanted_seconds = (costs.check_seconds + 2 * costs.last_seconds) / share
         missing_seconds = wanted_seconds - costs.run_seconds - costs.last_seconds
         length = max(1, math.ceil(missing_seconds / step_seconds) - (start - done))
         drawn = random.Random(f"{seed} {start}").randrange(length)

@@ -150,7 +150,7 @@ def diagnose_difference(tensor: str, is_buffer: bool, fault: str | None) -> str:
         fault: The fault that was injected, or None.
     """
     if fault:
-        return f"Cause: the planted bug {fault}"
+        return f"the planted bug {fault}"
     if tensor == "loss of the whole batch":
         return UNTRACED_MEAN
     return (
