@@ -697,10 +697,10 @@ def test_check_of_a_failed_step_does_not_outlive_it() -> None:
         model.is_broken = True
         with pytest.raises(StepFailed, match="it breaks"):
             trainer.step(*next(batches))
-        assert trainer.checks.step_check is not None
+        assert trainer.checker.step_check is not None
         model.is_broken = False
         trainer.step(*next(batches))
-        assert trainer.checks.step_check is None
+        assert trainer.checker.step_check is None
 
 
 class ClipsGradients(torch.autograd.Function):
@@ -872,7 +872,7 @@ def checked_steps(world: World, strategy: str) -> list[int]:
             if trainer.steps == 5:
                 trainer.check_next_step()
             trainer.step(inputs, target)
-            if trainer.checks.schedule.last_equal == trainer.steps - 1:
+            if trainer.checker.schedule.last_equal == trainer.steps - 1:
                 compared.append(trainer.steps - 1)
     return compared
 

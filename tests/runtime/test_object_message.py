@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from paragrad.runtime.object_message import decode_object, encode_object
 
+pytestmark = pytest.mark.pure
+
 TENSORS = {
     "float": torch.randn(3, 4),
     "no dimension": torch.tensor(2.5),

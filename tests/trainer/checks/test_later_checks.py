@@ -395,5 +395,5 @@ class Dropping(nn.Module):
 
 def test_a_cut_model_that_leaves_out_layers_is_refused_in_words(tmp_path: Path) -> None:
     """The lengths of two lists were unequal: a ValueError."""
-    with pytest.raises((pg.Refused, pg.RankFailed), match="runs other operations|another way"):
+    with pytest.raises((pg.Refused, pg.RankFailed), match=r"runs other operations|another way"):
         pg.train(make_job("dropping", Dropping, LONG), "pipeline(2)", runs=tmp_path)
