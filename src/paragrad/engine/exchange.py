@@ -234,7 +234,7 @@ class Exchange(ABC):
 
         trained_at_start: (name, parameter, requires_grad) at the first step.
 
-        held_at_start: Identities of the parameters in the optimizer at the first step.
+        held_at_start: The parameters in the optimizer at the first step, by identity; or None.
 
         sent_bytes: Bytes sent in this step, by kind.
 
@@ -272,7 +272,7 @@ class Exchange(ABC):
         self.parameters = list(replica.module.model.parameters())
         # the set of trained parameters is fixed at the first step
         self.trained_at_start: list[tuple[str, Tensor, bool]] = []
-        self.held_at_start: set[int] = set()
+        self.held_at_start: dict[int, Tensor] | None = None
         self.sent_bytes: dict[str, dict[str, Any]] = {}
         self.peak_bytes = 0
 
@@ -357,7 +357,7 @@ class Exchange(ABC):
         Raises:
             StepFailed: A parameter was frozen, unfrozen or added since then.
         """
-        held = {id(each) for group in self.optimizer.param_groups for each in group["params"]}
+        held = {id(each): each for group in self.optimizer.param_groups for each in group["params"]}
         self.trained_at_start = self.trained_at_start or [
             (name.removeprefix("model."), each, each.requires_grad)
             for name, each in self.loss_module.named_parameters()
@@ -370,9 +370,11 @@ class Exchange(ABC):
                 "then; train with that from the beginning, or parallelize the model anew",
                 tensor=", ".join(changed),
             )
-        self.held_at_start = self.held_at_start or held
+        if self.held_at_start is None:
+            self.held_at_start = held
         # one that was in the model from the beginning may join the optimizer later
-        new = held - self.held_at_start - {id(each) for _, each, _ in self.trained_at_start}
+        known = self.held_at_start.keys() | {id(each) for _, each, _ in self.trained_at_start}
+        new = held.keys() - known
         if added := [name for name, each in self.loss_module.named_parameters() if id(each) in new]:
             raise StepFailed(
                 "it was added after step 0, and ranks exchange what the model had then; train "

@@ -329,7 +329,7 @@ class Layout:
 
         Returns:
             (groups, state) in serial shapes on the first rank. On other ranks of a divided model
-            they are empty.
+            they are empty. If the model is not divided, these are the given tensors.
 
         Raises:
             StepFailed: A tensor was created after the model was divided.
@@ -337,7 +337,7 @@ class Layout:
         state = state or {}
         if not self.is_partitioned:
             return [dict(group) for group in groups], state
-        if late := [name for group in groups for name in group if name not in self.specs]:
+        if late := [name for each in (*groups, state) for name in each if name not in self.specs]:
             raise StepFailed(
                 "it was not there when the model was cut, and has no place in the whole; make it "
                 "in the constructor, or train it with data(n)",

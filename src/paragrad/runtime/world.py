@@ -245,8 +245,8 @@ class World:
             value: Any value that can be pickled.
 
         Returns:
-            The values in rank order on rank 0, its own being the same object; an empty list on
-            other ranks.
+            The values in rank order on rank 0, of which its own is the given object and no copy; an
+            empty list on other ranks.
         """
         if self.size == 1:
             return [value]

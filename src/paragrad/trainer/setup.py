@@ -54,7 +54,7 @@ class TrainerOptions:
         is_validated: Whether validation checked the loss; otherwise it is checked before the first
             step.
 
-        skip_first_step_check: Do not compare the first step with one worker's, and go on if random
+        skip_first_step_check: Compare no step with one worker's, and go on if random
             draws depend on the layout.
 
         check_share: The share of checks in the run's time, from 0 (no check) to 1 (all steps).

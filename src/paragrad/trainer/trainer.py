@@ -72,7 +72,7 @@ class Trainer:
     Attributes:
         training: The setup, the state and the step.
 
-        checker: Sets up the exchange, and compares the first step with one worker's.
+        checker: Sets up the exchange, and compares steps with one worker's.
 
         pace: The pace of this rank.
     """

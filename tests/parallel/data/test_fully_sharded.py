@@ -107,8 +107,7 @@ def test_first_step_is_checked_and_memory_is_recorded(tmp_path: Path) -> None:
     checked = [line["message"] for line in run.select_lines("event") if line["name"] == "checked"]
     assert len(checked) > 1
     assert set(checked) == {
-        "loss, weight, 16 gradients, 0 buffers of this step are one worker's, and so is what its "
-        "update left"
+        "loss, weight, 16 gradients, 0 buffers of this step are one worker's, and so is its update"
     }
     choices = {line["what"]: line for line in run.select_lines("choice")}
     assert choices["groups"]["picked"] == "9"

@@ -17,7 +17,9 @@ from torch.utils.data import TensorDataset
 
 import paragrad as pg
 from paragrad.engine.exchange import Exchange
+from paragrad.launch.launcher import Launcher
 from paragrad.parallel.data import fully_sharded, shared_memory
+from paragrad.runtime.world import World
 
 # imported, so that their classes can be changed
 EXCHANGES = (fully_sharded, shared_memory)
@@ -397,3 +399,70 @@ def test_a_cut_model_that_leaves_out_layers_is_refused_in_words(tmp_path: Path) 
     """The lengths of two lists were unequal: a ValueError."""
     with pytest.raises((pg.Refused, pg.RankFailed), match=r"runs other operations|another way"):
         pg.train(make_job("dropping", Dropping, LONG), "pipeline(2)", runs=tmp_path)
+
+
+# ---- what a check leaves as it was ------------------------------------------------------------
+class Weighing(nn.Module):
+    """A loss that the loop changes in place, and that counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = [1.0]
+        self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1  # type: ignore[operator]
+        scale = self.weights[0] * (1 + 0.01 * self.calls)
+        return functional.cross_entropy(output, target) * scale
+
+
+def train_weighed(world: World, strategy: str) -> tuple[list[float], float, bool]:
+    """(losses, weight in the loss, whether the loss still has its own list)"""
+    torch.manual_seed(3)
+    model = build_plain().double()
+    loss = Weighing()
+    weights = loss.weights
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    with pg.parallelize(model, loss, optimizer, strategy, check="100%") as trainer:
+        for inputs, target in trainer.batches(LONG, 12, 0):
+            losses.append(trainer.step(inputs.double(), target).loss)
+            weights[0] *= 1.01
+    return losses, loss.weights[0], loss.weights is weights
+
+
+@pytest.mark.parametrize("strategy", ["tensor(2)", "data(2, reduce=ring)"])
+def test_a_loss_that_changes_stays_its_own(pool: Launcher, strategy: str) -> None:
+    """A check gave rank 0 copies of what its loss held, and compared with a loss that was one step
+    ahead.
+    """
+    losses, weight, _ = train_weighed(World(), "serial")
+    for ours, ours_weight, is_same in pool.run(train_weighed, strategy, size=2):
+        assert ours == pytest.approx(losses, rel=1e-9)
+        assert (ours_weight, is_same) == (weight, True)
+
+
+class InPlace(nn.Sequential):
+    """Changes its input in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.sub_(0.5))  # type: ignore[no-any-return]
+
+
+def train_other_batches(world: World, strategy: str) -> float:
+    """Give `step` other samples than `batches` gave."""
+    torch.manual_seed(3)
+    model = InPlace(nn.Linear(10, 300), nn.Tanh(), nn.Linear(300, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pg.parallelize(
+        model, functional.cross_entropy, optimizer, strategy, check="100%"
+    ) as trainer:
+        for inputs, target in trainer.batches(LONG, 24, 0):
+            loss = trainer.step(inputs * 1.5, target).loss
+    return loss
+
+
+def test_a_changed_batch_is_compared_as_it_was(pool: Launcher) -> None:
+    serial = train_other_batches(World(), "serial")
+    for loss in pool.run(train_other_batches, "data(2, reduce=ring)", size=2):
+        assert loss == pytest.approx(serial, rel=1e-5)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from paragrad.datasets.loading import convert_batch, separate_target
+from paragrad.datasets.loading import clone_batch, convert_batch, separate_target
 from paragrad.engine.batch_norm import BatchNorm
 from paragrad.engine.loss_additivity import BatchExcerpt
 from paragrad.engine.passes import enter_pass_contexts
@@ -29,6 +29,7 @@ from paragrad.engine.state.preserve_state import (
     ModuleSnapshot,
     PythonState,
     find_all_owners,
+    find_state_owners,
     preserve_all_state,
 )
 from paragrad.engine.state.values import GeneratorState, is_same_value, set_tensor_values
@@ -126,8 +127,10 @@ def assemble_whole_module(training: Training, python_state: PythonState | None) 
     model = setup.gather_model()
     if training.world.rank:
         return WholeModule(None, False)
-    module = training.module.wrap_model(model)
-    owners = find_all_owners(module)
+    # the training's own loss stays as it is, and is current if this rank runs it
+    loss = training.module.loss if setup.layout.has_output else copy.deepcopy(training.module.loss)
+    module = training.module.wrap_model(model, loss)
+    owners = find_state_owners(model) if setup.layout.has_output else find_all_owners(module)
     trained = dict(model.named_parameters())
     for part in filter(None, parts):
         for (name, attribute), value in part.python_values.items():
@@ -136,11 +139,20 @@ def assemble_whole_module(training: Training, python_state: PythonState | None) 
         for name, requires_grad in part.requires_grad.items():
             if name in trained:
                 trained[name].requires_grad_(requires_grad)
-        if part.loss_buffers:
-            buffers = dict(module.state_owner.named_buffers())
-            for name, value in part.loss_buffers.items():
-                set_tensor_values(buffers[name], value)
+        if not setup.layout.has_output:
+            _set_loss_buffers(module, part.loss_buffers)
     return WholeModule(module, False)
+
+
+def _set_loss_buffers(module: LossModule, values: dict[str, torch.Tensor]) -> None:
+    """Give the loss the buffers of another rank's, also those that its forward registered."""
+    for name, value in values.items():
+        path, _, buffer_name = name.rpartition(".")
+        owner = module.state_owner.get_submodule(path)
+        if buffer_name in owner._buffers:
+            set_tensor_values(owner._buffers[buffer_name], value)
+        else:
+            owner.register_buffer(buffer_name, value)
 
 
 @dataclass(frozen=True)
@@ -149,8 +161,11 @@ class CarriedValues:
 
     Attributes:
         python_values: What model and loss keep in Python and was changed, by (owner, attribute).
+
         requires_grad: Whether parameters are trained, by serial name.
-        loss_buffers: The buffers of the loss, if rank 0 does not run it.
+
+        loss_buffers: The buffers of the loss, if this rank runs it. Rank 0 uses them if it does not
+            run the loss itself.
     """
 
     python_values: dict[tuple[str, str], Any]
@@ -196,7 +211,7 @@ def _list_carried_values(
             for name, each in setup.parameters.items()
             if name in specs
         },
-        {name: each.detach() for name, each in loss.named_buffers()}
+        {name: each.detach().cpu() for name, each in loss.named_buffers()}
         if is_sent and training.world.rank
         else {},
     ), ""
@@ -221,7 +236,7 @@ class ReferenceStep:
 
         loss_only: Whether only the loss is computed.
 
-        initial_buffers: The buffers before the step.
+        initial_buffers: The buffers of model and loss before the step, by `_list_buffers`.
 
         saved_states: Other state that the forward changes, as it was before the step.
     """
@@ -232,7 +247,7 @@ class ReferenceStep:
     load_parts: Callable[[SampleOrdering], list[BatchExcerpt]]
     load_test_part: Callable[[SampleOrdering], BatchExcerpt | str]
     loss_only: bool
-    initial_buffers: dict[str, torch.Tensor]
+    initial_buffers: dict[tuple[str, str], torch.Tensor]
     saved_states: list[ModuleSnapshot]
 
     def make_step(self, ordering: SampleOrdering = list, moved: int = 0) -> StepOutcome:
@@ -251,7 +266,7 @@ class ReferenceStep:
             if moved:
                 signs = torch.Generator().manual_seed(training.seed + moved - 1)
                 perturb_parameters(self.module.model, signs)
-            return run_reference_step(
+            outcome = run_reference_step(
                 self.module,
                 parts,
                 self.draws,
@@ -260,13 +275,21 @@ class ReferenceStep:
                 self.loss_only,
                 test,
             )
+        if training.setup.exchange is not None and self.module is training.module:
+            parameters = dict(self.module.model.named_parameters())
+            training.exchange.note_outside_backward(
+                parameters[name]
+                for name, gradient in outcome.gradients.items()
+                if gradient is not None
+            )
+        return outcome
 
     def _restore_model(self) -> None:
         """Restore the model to its state before the step.
 
         The strategy may have made its own step in the meantime.
         """
-        for name, buffer in self.module.model.named_buffers():
+        for name, buffer in _list_buffers(self.module).items():
             if name in self.initial_buffers:
                 set_tensor_values(buffer, self.initial_buffers[name])
         for each in self.saved_states:
@@ -294,7 +317,10 @@ class ReferenceStep:
         try:
             with preserve_all_state(self.module):
                 self._restore_model()
-                module = self.module.wrap_model(copy.deepcopy(self.module.model))
+                # together, because a loss may hold the model
+                module = self.module.wrap_model(
+                    *copy.deepcopy((self.module.model, self.module.loss))
+                )
         except Exception:  # The model cannot be copied.
             return self
         return replace(self, module=module, saved_states=[])
@@ -325,6 +351,18 @@ class ReferenceStep:
                     self.loss_only,
                     test if isinstance(test, str) else test.convert(torch.float64),
                 )
+
+
+def _list_buffers(module: LossModule) -> dict[tuple[str, str], torch.Tensor]:
+    """List the buffers of model and loss by (owner, name)."""
+    loss = module.state_owner
+    owners = {"model": module.model, "loss": loss if isinstance(loss, torch.nn.Module) else None}
+    return {
+        (owner, name): buffer
+        for owner, each in owners.items()
+        if each is not None
+        for name, buffer in each.named_buffers()
+    }
 
 
 def compares_on_first_rank(training: Training) -> bool:
@@ -384,7 +422,10 @@ def make_reference_step(
         if as_loaded
         else world.broadcast_object(
             world.gather_objects(
-                (batch, inputs, target) if training.world.is_first("samples") else None
+                # rank 0's own would stay what the model may change in place
+                (batch, *clone_batch((inputs, target)))
+                if training.world.is_first("samples")
+                else None
             )
         )
     )
@@ -415,17 +456,10 @@ def make_reference_step(
                 parts,
                 test,
                 loss_only,
-                {name: buffer.clone() for name, buffer in whole.module.model.named_buffers()},
+                {name: buffer.clone() for name, buffer in _list_buffers(whole.module).items()},
                 [],
             )
             outcome = reference.make_step(list if world.rank == 0 else SAMPLE_ORDERINGS[0])
-            if training.setup.exchange is not None and whole.module is training.module:
-                parameters = dict(whole.module.model.named_parameters())
-                training.exchange.note_outside_backward(
-                    parameters[name]
-                    for name, gradient in outcome.gradients.items()
-                    if gradient is not None
-                )
             reference.saved_states.append(ModuleSnapshot(whole.module, outcome.changed_parameters))
             serial, baseline = (outcome, None) if world.rank == 0 else (None, outcome)
             if first_rank_only and world.size > 1:
@@ -631,8 +665,9 @@ def _estimate_sample_capacity(training: Training, batch: Batch) -> tuple[int, st
     )
     per_sample = max(1, setup.probe.activation_bytes if setup.probe else 0)
     # If the model is partitioned, there are six: a copy to restore, the gradients of the step,
-    # of the baseline and of all parts together, the parts, and the gradients of these.
-    model = (6 if is_partitioned else 4 if is_sharded else 2) * sum(
+    # of the baseline and of all parts together, the parts, and the gradients of these. In later
+    # steps rank 0 has the first three and a copy for the baseline.
+    model = (6 if is_partitioned else 4 if is_sharded or first_rank_only else 2) * sum(
         parameter.numel() * parameter.element_size() for parameter in setup.empty_model.parameters()
     )
     return (

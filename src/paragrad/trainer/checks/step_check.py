@@ -1,15 +1,15 @@
-"""Compare the first step with one worker's before anything is updated.
+"""Compare a step with one worker's before anything is updated.
 
-This is the first step check.
+Rank 0 runs the whole global batch as one worker would, on the model itself. The *rounding baseline*
+is the same step with the samples in reverse order. In the first step rank 1 runs it at the same
+time; this happens before the exchange is set up or the model is partitioned. Later, and if the
+model is partitioned, rank 0 runs it, and only if a difference is not small enough without it. All
+state is restored afterwards.
 
-Rank 0 runs the whole global batch as one worker would, on the model itself. At the same time,
-rank 1 runs the *rounding baseline*: the same samples in reverse order. This happens before the
-exchange is set up or the model is partitioned, and all state is restored afterwards.
-
-The strategy then makes its own first step. Between its gradients and its update, every rank
-compares what it holds with the reference: loss, weight, gradients, buffers. If the model is
-partitioned, the loss of some samples in a test (eval mode) is compared too. Modules may take
-other paths there than in training.
+The strategy then makes its own step. Between its gradients and its update, the loss, the weight,
+the gradients and the buffers are compared with the reference: in the first step on every rank, and
+later on rank 0. If the model is partitioned, the loss of some samples in a test (eval mode) is
+compared too in the first step. Modules may take other paths there than in training.
 
 Rounding is measured, not assumed. Let d be the difference from serial and t that of the baseline,
 over the tensors of a module:
@@ -18,8 +18,8 @@ over the tensors of a module:
     doubtful    any other d; the step is then compared with a reference of higher precision
     differs     the strategy's error against that reference is more than 4 times the larger of
                 serial's and the baseline's
-    repeated    if the step differs, the strategy makes it once more in the higher precision, and
-                that result is compared
+    repeated    if the first step differs, the strategy makes it once more in the higher precision,
+                and that result is compared; later steps are compared with more baselines
 
 (1.5 t never exceeds three times the larger of the two errors, so the first line implies the test
 of the third. The repetition exists because one baseline may be lucky: in a deep model, a
@@ -231,7 +231,7 @@ class Mismatch:
 
 @dataclass
 class StepCheck:
-    """One worker's outcome on every rank, and the baseline's on rank 1, to compare a step with.
+    """One worker's outcome, and the baseline's, to compare a step with.
 
     Attributes:
         world: The ranks that compare.
@@ -308,9 +308,9 @@ class StepCheck:
         return self._judge_doubtful(outcome, doubtful_keys) if doubtful_keys else []
 
     def _find_doubtful_on_all_ranks(self, own_gaps: dict[GapKey, Gap]) -> list[GapKey]:
-        """Find the kinds whose difference on some rank is not explained; every rank has them all.
+        """Find the kinds whose difference on some rank is not explained. Collective.
 
-        Collective.
+        Every rank compares all kinds.
         """
         baseline_gaps = (
             None if self.baseline_outcome is None else self._compare_outcomes(self.baseline_outcome)
@@ -330,9 +330,10 @@ class StepCheck:
         ]
 
     def _find_doubtful_on_first_rank(self, own_gaps: dict[GapKey, Gap]) -> list[GapKey]:
-        """Find the kinds whose difference is not explained; other ranks have those of numbers.
+        """Find the kinds whose difference on some rank is not explained. Collective.
 
-        Collective. The baseline is made only if some kind is not equal without it.
+        Other ranks compare loss, weight and Python state. The baseline is made only if some kind is
+        not equal without it.
         """
         rank_gaps = self.world.gather_objects(own_gaps)
         doubtful_keys: list[GapKey] = []
@@ -426,12 +427,15 @@ class StepCheck:
         rank_gaps = self.world.gather_objects(
             {} if outcome is None else self._compare_outcomes(outcome, precise)
         )
-        mismatches = (
-            self._list_unexplained_mismatches(doubtful_keys, rank_gaps, precise)
+        mismatches: list[Mismatch] = []
+        judgements = (
+            self._iterate_judgements(doubtful_keys, rank_gaps, precise)
             if self.world.rank == 0
-            else []
+            else iter(())
         )
-        mismatches = self.world.broadcast_object(mismatches)
+        # a message after each step of one worker: ranks wait for no more than one
+        while (judgement := self.world.broadcast_object(next(judgements, None))) is not None:
+            mismatches = judgement
         float64_mismatches = (
             self.rerun_in_float64()
             if mismatches and precise is not None and self.rerun_in_float64
@@ -439,15 +443,15 @@ class StepCheck:
         )
         return mismatches if float64_mismatches is None else float64_mismatches
 
-    def _list_unexplained_mismatches(
+    def _iterate_judgements(
         self,
         doubtful_keys: list[GapKey],
         rank_gaps: list[dict[GapKey, Gap]],
         precise: StepOutcome | None,
-    ) -> list[Mismatch]:
-        """List the doubtful kinds that no baseline explains; rank 0 makes as many as it needs.
+    ) -> Iterator[list[Mismatch]]:
+        """Yield the mismatches after each step of one worker, on rank 0; the last ones count.
 
-        More baselines can only explain more.
+        More baselines can only explain more, so no more are made than explain all.
         """
         is_pooled = precise is None
         if is_pooled:
@@ -457,11 +461,13 @@ class StepCheck:
             [] if precise is None else [self._compare_outcomes(self.serial_outcome, precise)]
         )
         mismatches = _list_mismatches(doubtful_keys, rank_gaps, rounding_gaps)
+        yield mismatches
         is_rounding = all(
             each.get(key, Gap()).is_rounding for each in rounding_gaps for key in doubtful_keys
         )
         if (mismatches or not is_rounding) and (repetition := self._check_repetition()):
-            return [repetition]
+            yield [repetition]
+            return
         # Several, where the strategy does not make its step once more in higher precision. A
         # rectifier near 0 flips under half of all moves of the parameters, and its flip is a
         # hundred times all other rounding.
@@ -473,7 +479,7 @@ class StepCheck:
             gaps = list(self._iterate_baselines([number], precise))
             rounding_gaps += map(pool_gaps, gaps) if is_pooled else gaps
             mismatches = _list_mismatches(doubtful_keys, rank_gaps, rounding_gaps)
-        return mismatches
+            yield mismatches
 
 
 def _get_rounding(baseline_gaps: dict[GapKey, Gap] | None, key: GapKey) -> float:

@@ -1,4 +1,4 @@
-"""The first step: the model is probed, the exchange is set up. Steps are checked from here on.
+"""The first step sets up the training, and steps are compared with one worker's from there on.
 
 A check compares a step with one worker's: loss, weight, gradients, buffers and Python state before
 the update, and then the update itself (`update_check.py`). At the end the replicas are compared bit
@@ -33,6 +33,7 @@ from paragrad.errors import StepFailed
 from paragrad.jobs.loss import LossModule, convert_loss
 from paragrad.jobs.precision import convert_model
 from paragrad.parallel.registry import has_model_shards
+from paragrad.runtime import stragglers
 from paragrad.runtime.allocator import return_freed_memory
 from paragrad.runtime.world import World
 from paragrad.strategies.shares import Division
@@ -88,7 +89,8 @@ UNEQUAL_GRADIENTS = (
 )
 UNEQUAL_REPLICAS = (
     "{} this step ranks {} and {} hold copies of it that are not equal bit for bit: something "
-    "changed it on one of them alone, such as a forward that writes to it by .data. {}"
+    "changed it on one of them alone, such as other gradients after the exchange, or a forward "
+    "that writes to it by .data. {}"
 )
 
 
@@ -560,8 +562,12 @@ class StepChecker:
         """Compare a step before its update; return the mean gradients as `find_mismatches` does."""
         step_check = self.step_check
         assert step_check is not None
+        waits = stragglers.explain_timeout(
+            "rank 0 compares this step with that of one worker", ", or --check 0"
+        )
         try:
-            mismatches, gradients = self.find_mismatches(loss, weight)
+            with waits:
+                mismatches, gradients = self.find_mismatches(loss, weight)
         except StepFailed as error:
             if not error.differs:
                 raise

@@ -6,8 +6,8 @@ and the same state. The optimizer of each rank may hold a part of the parameters
 another process (a server).
 
 The operations are the same on the same numbers. So a value may differ by a few units in its last
-place, and by a small part of the largest change in its tensor (of the largest value, in the state):
-the norm of a divided gradient is summed in another order.
+place, and by a small part of the largest change in its tensor: the norm of a divided gradient is
+summed in another order.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def copy_whole_optimizer(
         optimizer: The optimizer, of which `explain_no_copy` says nothing.
         group_names: The names of the parameters in each group.
         parameters: The parameters of the whole model by name.
-        state: Their state, as one worker's optimizer has it. The copy changes it in place.
+        state: Their state, as one worker's optimizer has it.
     """
     groups = [
         {
@@ -155,8 +155,17 @@ def copy_whole_optimizer(
     copied_state = copy.deepcopy(select_global_state(optimizer))
     for name, values in state.items():
         if name in parameters and values:
-            copied_state[parameters[name]] = values
+            copied_state[parameters[name]] = {
+                entry: _copy_state_value(value, parameters[name]) for entry, value in values.items()
+            }
     return copy_optimizer(optimizer, groups, copied_state)
+
+
+def _copy_state_value(value: Any, parameter: Tensor) -> Any:
+    """Copy an entry of a state; what has the form of a tensor lies where its parameter does."""
+    if isinstance(value, Tensor) and value.dim():
+        return value.detach().to(parameter.device, copy=True)
+    return copy.deepcopy(value)
 
 
 @dataclass(frozen=True)
@@ -168,8 +177,7 @@ class UpdateCheck:
 
         state: The optimizer's state that it leaves, by parameter.
 
-        changes: By how much it changes a parameter at most, and the largest magnitude of an entry
-            of the state, by name.
+        changes: By how much it changes a parameter or an entry of the state at most, by name.
     """
 
     parameters: dict[str, Tensor]
@@ -258,9 +266,10 @@ def make_reference_update(
     """
     setup, optimizer = training.setup, training.state.optimizer
     reason = explain_no_copy(optimizer, group_names, bool(setup.strategy.servers))
-    # Copies of parameters and gradients, and of Adam's state, which is twice the parameters. Parts
-    # are gathered besides.
-    copies = 10 if setup.shard_layout.is_partitioned else 4
+    # Copies of parameters and gradients, and of Adam's state, which is twice the parameters. What
+    # ranks hold parts of is gathered besides.
+    is_gathered = setup.shard_layout.is_partitioned or training.exchange.sharing_ranks > 1
+    copies = 10 if is_gathered else 4
     # one rank's reason is all ranks' reason: the rest is collective
     reasons = training.world.gather_objects(reason or explain_no_room(training, copies))
     if reason := training.world.broadcast_object(next(filter(None, reasons), None)):
@@ -295,9 +304,7 @@ def _run_reference_update(
     for name, each in parameters.items():
         if (gradient := gradients.get(name)) is not None:
             each.grad = gradient.detach().clone() if copies_gradients else gradient.detach()
-    whole_optimizer = copy_whole_optimizer(
-        optimizer, group_names, parameters, _copy_live_state(optimizer, state)
-    )
+    whole_optimizer = copy_whole_optimizer(optimizer, group_names, parameters, state)
     if clip_norm is not None:
         nn.utils.clip_grad_norm_(parameters.values(), clip_norm)
     training.draw_alike("update", training.state.steps, whole_optimizer.step)
@@ -307,30 +314,14 @@ def _run_reference_update(
         for name, each in parameters.items()
         if each in whole_optimizer.state
     }
+    before = dict(_iterate_tensors(current, state))
     changes = {
-        name: _measure_change(current.get(name), each)
+        name: _measure_change(before.get(name), each)
         for name, each in _iterate_tensors(new_parameters, new_state)
     }
     for each in parameters.values():
         each.grad = None
     return UpdateCheck(new_parameters, new_state, changes)
-
-
-def _copy_live_state(optimizer: torch.optim.Optimizer, state: OptimizerState) -> OptimizerState:
-    """Copy the values of a state that are the optimizer's own; the others were gathered."""
-    live = {
-        id(each)
-        for values in optimizer.state.values()
-        if isinstance(values, dict)
-        for each in values.values()
-    }
-    return {
-        name: {
-            entry: copy.deepcopy(value) if id(value) in live else value
-            for entry, value in values.items()
-        }
-        for name, values in state.items()
-    }
 
 
 def gather_trained(training: Training) -> tuple[dict[str, Tensor], OptimizerState]:
