@@ -299,10 +299,25 @@ def test_metric_is_called_at_start(found: object, told: str) -> None:
         inspect_job(job)
     assert (
         inspect_job(
-            job.replace(metric=lambda output, target: [torch.tensor(3), numpy.int64(8)])
+            job.replace(metric=lambda output, target: [output.sum(), numpy.int64(len(target))])
         ).test_samples
         == 29
     )
+
+
+def mean_of_correct(output: torch.Tensor, target: torch.Tensor) -> tuple[float, int]:
+    return float((output.argmax(1) == target).float().mean()), 1
+
+
+@pytest.mark.parametrize("weight", [1, 8])
+def test_a_metric_that_does_not_add_up_is_refused(weight: int) -> None:
+    """With a mean and 1, the test of three workers was another number than that of one."""
+    job = JOBS["mlp"].replace(
+        test=VECTORS,
+        metric=lambda output, target: (mean_of_correct(output, target)[0] + 1, weight),
+    )
+    with pytest.raises(pg.Refused, match="does not add up: it returned"):
+        inspect_job(job)
 
 
 def test_test_set_is_read_at_start() -> None:

@@ -47,6 +47,7 @@ from paragrad.validation.lazy_modules import LazyModelBuilder, list_lazy_tensors
 from paragrad.validation.repeatability import explain_unequal_samples
 from paragrad.validation.scheduler_check import warn_epoch_scheduler
 
+METRIC_TOLERANCE = 0.02  # of the sizes: a metric of numbers of few digits is rounded
 CLOSURE_MESSAGE = (
     "{} wants a closure, which runs the model again inside the update; use an "
     "optimizer whose step() takes none"
@@ -416,6 +417,7 @@ def _check_test_batch(job: Job, model: nn.Module, test: Dataset) -> None:
             f"metric {job.metric_name}",
             lambda: metric(output.detach() if isinstance(output, Tensor) else output, target),
         )
+    problem = ""
     try:
         _, _ = map(float, result if isinstance(result, tuple | list) else [])
     except (TypeError, ValueError, RuntimeError):
@@ -430,6 +432,24 @@ def _check_test_batch(job: Job, model: nn.Module, test: Dataset) -> None:
             f"{len(indices)}; return a pair of numbers (sum, weight) that add up over batches, "
             "such as the sum over the samples and their number"
         ) from None
+    with contextlib.suppress(Exception):  # What cannot be cut into samples is not checked.
+        parts = BatchExcerpt(output, target, indices).split_unequally()
+        pairs = [tuple(map(float, metric(*part.copy_batch()))) for part in parts]
+        if len(pairs) == 3 and not _adds_up(*pairs):
+            problem = " and ".join(map(str, pairs[1:])) + f" for its two parts, {pairs[0]} for both"
+    if problem:
+        raise Refused(
+            f"job {job.name}: metric {job.metric_name} does not add up: it returned {problem}; "
+            "return sums, such as the sum over the samples and their number"
+        )
+
+
+def _adds_up(whole: tuple[float, ...], one: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    """Return whether two pairs (sum, weight) are together that of the whole, but for rounding."""
+    return not any(
+        abs(a + b - both) > METRIC_TOLERANCE * (abs(a) + abs(b) + abs(both))
+        for both, a, b in zip(whole, one, other, strict=True)
+    )
 
 
 def _check_test_loss(job: Job, module: LossModule, part: BatchExcerpt) -> None:

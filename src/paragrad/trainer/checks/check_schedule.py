@@ -32,12 +32,12 @@ class CheckCosts:
 
     Attributes:
         check_seconds: Seconds in all checks.
-        last_seconds: Seconds of the last check.
+        expected_seconds: Seconds that the next check will probably take.
         run_seconds: Seconds since the first step began, checks included.
     """
 
     check_seconds: float
-    last_seconds: float
+    expected_seconds: float
     run_seconds: float
 
 
@@ -74,8 +74,8 @@ class CheckPlan:
         step_seconds = max(costs.run_seconds - costs.check_seconds, 1e-9) / done
         # the checks so far, the next one and that of the run's last step cost the share of the
         # time until the interval's end
-        wanted_seconds = (costs.check_seconds + 2 * costs.last_seconds) / share
-        missing_seconds = wanted_seconds - costs.run_seconds - costs.last_seconds
+        wanted_seconds = (costs.check_seconds + 2 * costs.expected_seconds) / share
+        missing_seconds = wanted_seconds - costs.run_seconds - costs.expected_seconds
         length = max(1, math.ceil(missing_seconds / step_seconds) - (start - done))
         drawn = random.Random(f"{seed} {start}").randrange(length)
         return CheckPlan(start + 1 + drawn, start + length)
@@ -101,6 +101,8 @@ class CheckSchedule:
 
         last_seconds: Seconds of the last check.
 
+        count: The number of checks.
+
         last_equal: The last step that was compared and equal, as serial counts; None before it.
     """
 
@@ -111,6 +113,7 @@ class CheckSchedule:
         self.start: float | None = None
         self.check_seconds = 0.0
         self.last_seconds = 0.0
+        self.count = 0
         self.last_equal: int | None = None
 
     @contextlib.contextmanager
@@ -122,7 +125,9 @@ class CheckSchedule:
         """
         before = time.monotonic()
         self.start = before if self.start is None else self.start
-        self.last_seconds = 0.0 if begins else self.last_seconds
+        if begins:
+            self.last_seconds = 0.0
+            self.count += 1
         try:
             yield
         finally:
@@ -143,7 +148,9 @@ class CheckSchedule:
         """
         self.last_equal = step
         run_seconds = 0.0 if self.start is None else time.monotonic() - self.start
-        costs = CheckCosts(self.check_seconds, self.last_seconds, run_seconds)
+        # one check takes longer than another if it needs a baseline
+        expected_seconds = max(self.last_seconds, self.check_seconds / max(1, self.count))
+        costs = CheckCosts(self.check_seconds, expected_seconds, run_seconds)
         self.plan = world.broadcast_object(
             self.plan.plan_next(own_step, self.seed, self.share, costs)
         )

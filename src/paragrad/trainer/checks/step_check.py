@@ -14,7 +14,9 @@ compared too in the first step. Modules may take other paths there than in train
 Rounding is measured, not assumed. Let d be the difference from serial and t that of the baseline,
 over the tensors of a module:
 
-    equal       d is at most 8 eps of their largest value, or at most 1.5 t
+    equal       d is at most 8 eps of their largest value, or at most 1.5 t. In later steps up to
+                three baselines are made, and t is the largest of their differences. There it is
+                also equal if it is equal to two baselines: the reference is then the exception
     doubtful    any other d; the step is then compared with a reference of higher precision
     differs     the strategy's error against that reference is more than 4 times the larger of
                 serial's and the baseline's
@@ -36,6 +38,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -69,6 +72,11 @@ SAMPLE_ORDERINGS: tuple[SampleOrdering, ...] = (
 )
 
 
+# kinds that are compared on rank 0 alone, if it alone has the tensors
+TENSOR_KINDS = ("gradient", "buffer")
+# A kind that is equal to that of so many baselines is one worker's: a rectifier flipped in the
+# reference alone. One is not enough, because the strategy may order samples as that baseline does.
+ENOUGH_AGREEMENTS = 2
 # so many more moves of the parameters, where a step cannot be made once more in float64
 MOVED_VARIANTS = 16
 
@@ -301,7 +309,7 @@ class StepCheck:
             )
         own_gaps = {} if outcome is None else self._compare_outcomes(outcome)
         doubtful_keys = (
-            self._find_doubtful_on_first_rank(own_gaps)
+            self._find_doubtful_on_first_rank(outcome, own_gaps)
             if self.first_rank_only
             else self._find_doubtful_on_all_ranks(own_gaps)
         )
@@ -312,12 +320,12 @@ class StepCheck:
 
         Every rank compares all kinds.
         """
-        baseline_gaps = (
-            None if self.baseline_outcome is None else self._compare_outcomes(self.baseline_outcome)
+        baselines = (
+            [] if self.baseline_outcome is None else [self._compare_outcomes(self.baseline_outcome)]
         )
         values = torch.tensor(
             [
-                [gap.value, _get_rounding(baseline_gaps, key), gap.equality_tolerance]
+                [gap.value, _get_rounding(baselines, key), gap.equality_tolerance]
                 for key, gap in own_gaps.items()
             ],
             dtype=torch.float64,
@@ -329,22 +337,34 @@ class StepCheck:
             if value > max(tolerance, 1.5 * baseline)
         ]
 
-    def _find_doubtful_on_first_rank(self, own_gaps: dict[GapKey, Gap]) -> list[GapKey]:
+    def _find_doubtful_on_first_rank(
+        self, outcome: StepOutcome | None, own_gaps: dict[GapKey, Gap]
+    ) -> list[GapKey]:
         """Find the kinds whose difference on some rank is not explained. Collective.
 
-        Other ranks compare loss, weight and Python state. The baseline is made only if some kind is
-        not equal without it.
+        Other ranks compare loss, weight and Python state. Baselines are made only while some kind
+        is not equal without them.
         """
         rank_gaps = self.world.gather_objects(own_gaps)
         doubtful_keys: list[GapKey] = []
         if self.world.rank == 0:
-            doubtful_keys = _list_unexplained(rank_gaps, None)
-            if doubtful_keys and self.make_variant is not None:
-                # Without a baseline everything stays doubtful, and is judged by other means.
-                with contextlib.suppress(Exception):
-                    self.baseline_outcome = self.make_variant(0)
-                    baseline_gaps = self._compare_outcomes(self.baseline_outcome)
-                    doubtful_keys = _list_unexplained(rank_gaps, baseline_gaps)
+            doubtful_keys = _list_unexplained(rank_gaps, [])
+            baselines = list[dict[GapKey, Gap]]()
+            agreements = Counter[GapKey]()
+            # Without a baseline everything stays doubtful, and is judged by other means.
+            with contextlib.suppress(Exception):
+                for number in range(len(SAMPLE_ORDERINGS)):
+                    if not doubtful_keys or self.make_variant is None or outcome is None:
+                        break
+                    baseline = self.make_variant(number)
+                    self.baseline_outcome = self.baseline_outcome or baseline
+                    baselines.append(self._compare_outcomes(baseline))
+                    agreements.update(_list_equal(self._compare_outcomes(outcome, baseline)))
+                    doubtful_keys = [
+                        key
+                        for key in _list_unexplained(rank_gaps, baselines)
+                        if key[0] not in TENSOR_KINDS or agreements[key] < ENOUGH_AGREEMENTS
+                    ]
         return list(self.world.broadcast_object(doubtful_keys))
 
     def _iterate_baselines(
@@ -482,21 +502,26 @@ class StepCheck:
             yield mismatches
 
 
-def _get_rounding(baseline_gaps: dict[GapKey, Gap] | None, key: GapKey) -> float:
-    """Return the difference that rounding makes, as a trusted baseline shows it; otherwise 0."""
-    gap = (baseline_gaps or {}).get(key)
-    return gap.value if gap is not None and gap.is_rounding else 0.0
+def _get_rounding(baselines: list[dict[GapKey, Gap]], key: GapKey) -> float:
+    """Return the largest difference that rounding makes in trusted baselines; without one 0."""
+    gaps = [each[key] for each in baselines if key in each]
+    return max((gap.value for gap in gaps if gap.is_rounding), default=0.0)
+
+
+def _list_equal(gaps: dict[GapKey, Gap]) -> list[GapKey]:
+    """List the kinds without a difference."""
+    return [key for key, gap in gaps.items() if gap.value <= gap.equality_tolerance]
 
 
 def _list_unexplained(
-    rank_gaps: list[dict[GapKey, Gap]], baseline_gaps: dict[GapKey, Gap] | None
+    rank_gaps: list[dict[GapKey, Gap]], baselines: list[dict[GapKey, Gap]]
 ) -> list[GapKey]:
-    """List the kinds whose difference on some rank is more than equality and a baseline explain."""
+    """List the kinds whose difference on some rank is more than equality and baselines explain."""
     return [
         key
         for key in dict.fromkeys(key for each in rank_gaps for key in each)
         if any(
-            not gap.value <= max(gap.equality_tolerance, 1.5 * _get_rounding(baseline_gaps, key))
+            not gap.value <= max(gap.equality_tolerance, 1.5 * _get_rounding(baselines, key))
             for gap in (each.get(key, Gap()) for each in rank_gaps)
         )
     ]

@@ -48,8 +48,6 @@ from paragrad.trainer.checks.inspect_model import (
     run_model_once,
 )
 from paragrad.trainer.checks.reference_step import (
-    WholeModule,
-    assemble_whole_module,
     evaluate_test_part,
     fetch_places,
     make_reference_step,
@@ -65,6 +63,7 @@ from paragrad.trainer.checks.update_check import (
     list_group_names,
     make_reference_update,
 )
+from paragrad.trainer.checks.whole_module import WholeModule, assemble_whole_module
 from paragrad.trainer.exchange_setup import set_up_exchange
 from paragrad.trainer.parameter_access import NONDETERMINISM_HINT, refuse_unequal_copies
 from paragrad.trainer.setup import TrainerOptions

@@ -25,12 +25,12 @@ from paragrad.engine.layout import OptimizerState
 from paragrad.engine.optimizer.optimizer_state import copy_optimizer, select_global_state
 from paragrad.engine.optimizer.update_probe import ELEMENTWISE_OPTIMIZERS
 from paragrad.errors import describe_error
-from paragrad.trainer.checks.reference_step import explain_no_room
 from paragrad.trainer.checks.step_result import (
     Gap,
     compute_largest,
     compute_largest_finite,
 )
+from paragrad.trainer.checks.whole_module import explain_no_room
 from paragrad.trainer.training import Training
 
 VALUE_EPS = 8  # in eps of a value: how far it may differ
