@@ -1,4 +1,4 @@
-"""Compare a step with one worker's before anything is updated.
+"""The step check: compare a step with one worker's before anything is updated.
 
 Rank 0 runs the whole global batch as one worker would, on the model itself. The *rounding baseline*
 is the same step with the samples in reverse order. In the first step rank 1 runs it at the same
