@@ -375,7 +375,10 @@ class Exchange(ABC):
         # one that was in the model from the beginning may join the optimizer later
         known = self.held_at_start.keys() | {id(each) for _, each, _ in self.trained_at_start}
         new = held.keys() - known
-        if added := [name for name, each in self.loss_module.named_parameters() if id(each) in new]:
+        # the names are looked for only then: this runs in every step
+        if new and (
+            added := [name for name, each in self.loss_module.named_parameters() if id(each) in new]
+        ):
             raise StepFailed(
                 "it was added after step 0, and ranks exchange what the model had then; train "
                 "with it from the beginning, or parallelize the model anew",

@@ -39,7 +39,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -367,25 +367,22 @@ class StepCheck:
                     ]
         return list(self.world.broadcast_object(doubtful_keys))
 
-    def _iterate_baselines(
-        self, numbers: Iterable[int], reference: StepOutcome | None = None
-    ) -> Iterator[dict[GapKey, Gap]]:
-        """Yield the differences of further baselines that are trusted.
+    def _measure_baseline(self, number: int, reference: StepOutcome | None) -> dict[GapKey, Gap]:
+        """Measure the differences of one more baseline, without kinds that are not trusted.
 
         Moved parameters mix no samples, so their differences are always trusted.
         """
         assert self.make_variant is not None
-        for number in numbers:
-            # ValueError: the samples cannot be reordered.
-            with contextlib.suppress(ValueError):
-                outcome = self.baseline_outcome if number == 0 and self.first_rank_only else None
-                outcome = outcome or self.make_variant(number)
-                gaps = self._compare_outcomes(outcome, reference)
-                yield {
-                    key: gap
-                    for key, gap in gaps.items()
-                    if gap.is_rounding or number >= len(SAMPLE_ORDERINGS)
-                }
+        outcome = self.baseline_outcome if number == 0 and self.first_rank_only else None
+        try:
+            outcome = outcome or self.make_variant(number)
+        except ValueError:  # The samples cannot be reordered.
+            return {}
+        return {
+            key: gap
+            for key, gap in self._compare_outcomes(outcome, reference).items()
+            if gap.is_rounding or number >= len(SAMPLE_ORDERINGS)
+        }
 
     def _compare_outcomes(
         self, outcome: StepOutcome, reference: StepOutcome | None = None
@@ -496,8 +493,8 @@ class StepCheck:
         for number in range(count):
             if not mismatches:
                 break
-            gaps = list(self._iterate_baselines([number], precise))
-            rounding_gaps += map(pool_gaps, gaps) if is_pooled else gaps
+            gaps = self._measure_baseline(number, precise)
+            rounding_gaps.append(pool_gaps(gaps) if is_pooled else gaps)
             mismatches = _list_mismatches(doubtful_keys, rank_gaps, rounding_gaps)
             yield mismatches
 
