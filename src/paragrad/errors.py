@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import sysconfig
 import time
@@ -19,6 +20,7 @@ LIBRARY_FOLDERS = (
 )
 # frames in these places are not user code; "<" begins the name of code without a file
 LIBRARY_PREFIXES = (*(f"{folder}{os.sep}" for folder in LIBRARY_FOLDERS), "<")
+OWN_PREFIX = LIBRARY_PREFIXES[0]
 
 
 SPACE_REPAIRS = {
@@ -59,7 +61,10 @@ class RankFailed(RuntimeError):
 
         tensor: The tensor that caused it, or None.
 
-        traceback: The text of the failing rank's traceback.
+        traceback: The text of the failing rank's whole traceback.
+
+        user_traceback: The lines of user code in it, if user code raised the error; otherwise
+            empty. The command prints it above the message.
 
         differs: True if nothing broke, but the training differs from serial's.
     """
@@ -72,6 +77,7 @@ class RankFailed(RuntimeError):
         step: int | None = None,
         tensor: str | None = None,
         traceback: str = "",
+        user_traceback: str = "",
         differs: bool = False,
     ) -> None:
         super().__init__(message)
@@ -80,7 +86,30 @@ class RankFailed(RuntimeError):
         self.step = step
         self.tensor = tensor
         self.traceback = traceback
+        self.user_traceback = user_traceback
         self.differs = differs
+
+    @classmethod
+    def from_error(cls, error: BaseException, rank: int | None) -> RankFailed:
+        """Make the failure of a rank from the error that it raised.
+
+        Args:
+            error: The error.
+            rank: The rank, or None.
+
+        Returns:
+            The failure, with the step and the tensor that the error names, and with its traceback.
+        """
+        failure = StepFailed.wrap_error(error)
+        return cls(
+            failure.message,
+            rank=rank,
+            step=failure.step,
+            tensor=failure.tensor,
+            traceback="".join(traceback.format_exception(error)),
+            user_traceback=format_user_traceback(error),
+            differs=failure.differs,
+        )
 
     def with_message(self, message: str) -> RankFailed:
         """Return the same failure with another message.
@@ -97,6 +126,7 @@ class RankFailed(RuntimeError):
             step=self.step,
             tensor=self.tensor,
             traceback=self.traceback,
+            user_traceback=self.user_traceback,
             differs=self.differs,
         )
 
@@ -108,6 +138,7 @@ class RankFailed(RuntimeError):
             step=self.step,
             tensor=self.tensor,
             traceback=self.traceback,
+            user_traceback=self.user_traceback,
             differs=self.differs,
         ), ()
 
@@ -263,22 +294,22 @@ def describe_write_error(error: OSError, where: str) -> str:
 def format_user_traceback(error: BaseException) -> str:
     """Format the traceback of the first cause, from the first line of user code on.
 
+    Lines of paragrad are left out.
+
     Args:
         error: The error.
 
     Returns:
-        The text; the whole traceback if it contains no user code.
+        The text; empty if paragrad itself raised the error, or if no user code was running.
     """
     while error.__cause__ is not None and error.__cause__.__traceback__ is not None:
         error = error.__cause__
     formatted = traceback.TracebackException.from_exception(error)
-    first = next(
-        (
-            place
-            for place, frame in enumerate(formatted.stack)
-            if not frame.filename.startswith(LIBRARY_PREFIXES)
-        ),
-        0,
+    user_frames = itertools.dropwhile(
+        lambda frame: frame.filename.startswith(LIBRARY_PREFIXES), formatted.stack
     )
-    formatted.stack = traceback.StackSummary.from_list(formatted.stack[first:])
-    return "".join(formatted.format(chain=first == 0))
+    shown_frames = [frame for frame in user_frames if not frame.filename.startswith(OWN_PREFIX)]
+    if isinstance(error, StepFailed | Refused | RankFailed) or not shown_frames:
+        return ""
+    formatted.stack = traceback.StackSummary.from_list(shown_frames)
+    return "".join(formatted.format(chain=False))

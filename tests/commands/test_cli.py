@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
+from paragrad import errors
 from paragrad.commands.cli import app
 from paragrad.executors.proof import prove_schedule
 from paragrad.jobs.find_job import find_job
@@ -23,6 +24,7 @@ from paragrad.strategies.registry import strategy
 
 pytestmark = pytest.mark.processes
 
+PACKAGE = str(Path(errors.__file__).parent)
 JOB_FILES = Path(__file__).parents[1] / "helpers" / "job_files"
 SEVEN = (
     "serial; data(2); data(2, reduce=native); data(2, reduce=ring); data(2, reduce=ring_async); "
@@ -269,10 +271,35 @@ def test_failing_run_shows_first_traceback_and_message_last(tmp_path: Path) -> N
     assert done.returncode == 1
     # of one rank, and of the user's code alone
     assert done.stderr.count("Traceback (most recent call last)") == 1
+    assert PACKAGE not in done.stderr
+    end = json.loads((next(tmp_path.iterdir()) / "run.jsonl").read_text().splitlines()[-1])
+    # the record has the whole traceback
+    assert PACKAGE in end["error"]["traceback"]
     assert done.stderr.rstrip().splitlines()[-1] == (
         "paragrad: rank 1, step 0: RuntimeError: two is one too many "
-        f"({JOB_FILES / 'fails_on_two.py'}:10)"
+        f"({JOB_FILES / 'fails_on_two.py'}:14)"
     )
+
+
+@pytest.mark.story
+def test_failure_of_paragrad_prints_no_traceback(tmp_path: Path) -> None:
+    """A step that differed from one worker's printed fifty lines of our own files."""
+    done = command(
+        "paragrad",
+        "train",
+        str(JOB_FILES / "good.py"),
+        "--strategy",
+        "data(2, reduce=ring)",
+        "--inject-fault",
+        "skip_chunk",
+        "--skip-schedule-check",
+        "--runs",
+        str(tmp_path),
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "  File " not in done.stderr
+    assert done.stderr.rstrip().splitlines()[-1].startswith("paragrad: rank ")
 
 
 @pytest.mark.story

@@ -282,7 +282,7 @@ def test_rank_timeout_is_a_setting(tmp_path: Path, backend: str) -> None:
     ) as caught:
         pg.train(job, "data(2, reduce=ring)", runs=tmp_path, backend=backend, timeout=1.5)
     # what DDP says around it
-    assert "Unable to cast" not in f"{caught.value} {caught.value.traceback}"
+    assert "Unable to cast" not in f"{caught.value} {caught.value.user_traceback}"
 
 
 class Stopped(nn.Linear):

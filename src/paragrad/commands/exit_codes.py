@@ -36,7 +36,8 @@ def use_exit_codes() -> Iterator[None]:
         print(f"paragrad: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
     except RankFailed as error:
-        print(f"{error.traceback}\nparagrad: {error}", file=sys.stderr)
+        shown = f"{error.user_traceback}\n" if error.user_traceback else ""
+        print(f"{shown}paragrad: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
     except KeyboardInterrupt as error:
         print(

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from paragrad.errors import RankFailed, Refused, StepFailed, format_user_traceback
+from paragrad.errors import RankFailed, Refused, StepFailed
 from paragrad.jobs.job import Job
 from paragrad.loops.join import request_join, run_joined_worker
 from paragrad.notation.choices import Integer
@@ -99,10 +99,4 @@ def join_training(
         with join_world(0, 1, Path(), timeout=chosen.timeout, device=chosen.device) as world:
             return endpoints.number, run_joined_worker(world, validated_run, endpoints)
     except StepFailed as error:
-        raise RankFailed(
-            error.message,
-            rank=None,
-            step=error.step,
-            tensor=error.tensor,
-            traceback=format_user_traceback(error),
-        ) from error
+        raise RankFailed.from_error(error, rank=None) from error

@@ -199,7 +199,7 @@ def train_on_ranks(
                 )
         # raised in this process, which coordinates the others
         except StepFailed as error:
-            failed = _convert_to_rank_failure(error, None)
+            failed = RankFailed.from_error(error, None)
             _record_broken_run(record, validated_run, folder, "failed", failed)
             raise failed from error
         except RankFailed as error:
@@ -291,7 +291,7 @@ def _train_under_launcher(
                     world, validated_run, folder, record.origin, report=progress
                 )
             except StepFailed as error:
-                failed = _convert_to_rank_failure(error, world.rank)
+                failed = RankFailed.from_error(error, world.rank)
                 with suppress(OSError):
                     _write_end_line(record, "failed", failed)
                 with suppress(OSError):
@@ -307,7 +307,7 @@ def _train_under_launcher(
                         world, validated_run.job, validated_run.resolved, validated_run.settings
                     )
                 except StepFailed as error:
-                    raise _convert_to_rank_failure(error, world.rank).with_message(
+                    raise RankFailed.from_error(error, world.rank).with_message(
                         describe_failed_check(folder, error.message)
                     ) from error
                 record.write_line(
@@ -328,12 +328,6 @@ def describe_failed_check(folder: Path, message: str) -> str:
         message: the message of the failure.
     """
     return f"the training is done ({folder}); its comparison with serial failed: {message}"
-
-
-def _convert_to_rank_failure(error: StepFailed, rank: int | None) -> RankFailed:
-    return RankFailed(
-        error.message, rank=rank, step=error.step, tensor=error.tensor, differs=error.differs
-    )
 
 
 def _refuse_unshared_folder(world: World, folder: Path) -> None:
@@ -477,6 +471,7 @@ def _write_end_line(record: Recorder, status: str, error: RankFailed | None = No
         "step": error.step,
         "tensor": error.tensor,
         "message": error.message,
+        "traceback": error.traceback,
     }
     record.write_line("end", status=status, seconds=round(record.now(), 6), error=error_fields)
 

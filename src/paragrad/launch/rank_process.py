@@ -20,7 +20,7 @@ from typing import Any
 import cloudpickle
 import torch
 
-from paragrad.errors import RankFailed, StepFailed, format_user_traceback
+from paragrad.errors import RankFailed, StepFailed
 from paragrad.launch import job_files
 from paragrad.launch.protocol import ProcessSetup, RankTask, StopMessage, TaskFailure
 from paragrad.runtime import allocator
@@ -122,16 +122,7 @@ def _run_task(task: RankTask, launcher: Connection, stop: StopRequest) -> tuple[
 
 
 def _make_task_failure(task: RankTask, error: BaseException) -> TaskFailure:
-    failure = StepFailed.wrap_error(error)
-    failed = RankFailed(
-        failure.message,
-        rank=task.rank,
-        step=failure.step,
-        tensor=failure.tensor,
-        differs=failure.differs,
-        traceback=format_user_traceback(error),
-    )
-    return TaskFailure(failed, failure.when)
+    return TaskFailure(RankFailed.from_error(error, task.rank), StepFailed.wrap_error(error).when)
 
 
 if __name__ == "__main__":
