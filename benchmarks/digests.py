@@ -225,6 +225,12 @@ def use_adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
 
 
+# commits before the field existed counted steps always
+COUNTS_STEPS = (
+    {"scheduler_every": "step"} if "scheduler_every" in pg.Job.__dataclass_fields__ else {}
+)
+
+
 def halve_rate(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.5)
 
@@ -252,7 +258,12 @@ JOBS = {
         make_job("mlp", build_mlp, VECTORS),
         make_job("mlp-momentum-clipped", build_mlp, VECTORS, optimizer=use_momentum, clip_norm=0.1),
         make_job(
-            "mlp-adam-scheduled", build_mlp, VECTORS, optimizer=use_adam, scheduler=halve_rate
+            "mlp-adam-scheduled",
+            build_mlp,
+            VECTORS,
+            optimizer=use_adam,
+            scheduler=halve_rate,
+            **COUNTS_STEPS,
         ),
         make_job("mlp-float64", build_mlp, VECTORS, dtype=torch.float64),
         make_job("mlp-bfloat16", build_mlp, VECTORS, dtype=torch.bfloat16),

@@ -151,4 +151,5 @@ job = Job(
     dtype=torch.float64,
     optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
     scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 15, 0.8),
+    scheduler_every="step",
 )

@@ -164,6 +164,7 @@ def make_job(
         loss=functional.cross_entropy,
         optimizer=make_optimizer,
         scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.999),
+        scheduler_every="step",
         train=samples,
         batch=batch,
         epochs=10_000,

@@ -384,6 +384,7 @@ JOBS: dict[str, Job] = {
             optimizer=adam,
             clip_norm=0.05,
             scheduler=stepped,
+            scheduler_every="step",
         ),
         job("cnn", cnn, IMAGES),
         job("cnn with batch norm", normed_cnn, IMAGES),

@@ -48,7 +48,7 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 MADE = {
     "dropout, AdamW, clipping, a scheduler": job(
         "vectors", mlp, VECTORS, test=VECTORS, metric=pg.accuracy
-    ).replace(optimizer=adam, clip_norm=0.5, scheduler=halving),
+    ).replace(optimizer=adam, clip_norm=0.5, scheduler=halving, scheduler_every="step"),
     "batch norm": job("normed", normed_cnn, IMAGES, test=IMAGES),
 }
 

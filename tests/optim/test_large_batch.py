@@ -151,6 +151,7 @@ def test_large_batch_training_equals_plain_torch(text: str, tmp_path: Path) -> N
         dtype=torch.float64,
         optimizer=functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
         scheduler=functools.partial(schedulers.ExponentialLR, gamma=0.95),
+        scheduler_every="step",
     )
     run = pg.train(made.replace(batch=12, scale_lr="linear", warm_up=2), text, runs=tmp_path)
     lines = Record(run.folder).select_lines("step")
@@ -178,6 +179,7 @@ def test_large_batch_run_resumes_from_a_checkpoint(text: str, tmp_path: Path) ->
         dtype=torch.float64,
         optimizer=plain,
         scheduler=functools.partial(schedulers.StepLR, step_size=7),
+        scheduler_every="step",
     )
     large = made.replace(batch=12, scale_lr="sqrt", warm_up=1.5)
     whole = pg.train(large, text, runs=tmp_path)

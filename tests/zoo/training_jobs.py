@@ -319,6 +319,7 @@ ROWS: tuple[Row, ...] = (
     one_thing(
         "schedulers in turn",
         "counts steps",
+        scheduler_every="step",
         scheduler=lambda optimizer: lr_scheduler.SequentialLR(
             optimizer,
             [

@@ -51,7 +51,10 @@ class Job:
 
         seed: The seed of initial parameters, sample order and all random numbers.
 
-        scheduler: optimizer -> LRScheduler; it counts steps of the global batch.
+        scheduler: optimizer -> LRScheduler.
+
+        scheduler_every: What the scheduler counts: "epoch" or "step" (of the global batch). None is
+            refused if the meaning of the scheduler depends on it.
 
         clip_norm: The largest norm of all gradients together, or None.
 
@@ -85,6 +88,7 @@ class Job:
     test: Dataset | Callable[[Path | None], Dataset] | None = None
     seed: int = 0
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
+    scheduler_every: str | None = None
     clip_norm: float | None = None
     metric: Callable[[Any, Any], tuple[Any, Any]] | None = None
     dtype: torch.dtype = torch.float32

@@ -88,6 +88,7 @@ def mnist_cnn(norm: str = "none") -> Job:
             parameters, lr=0.05, momentum=0.9, weight_decay=5e-4
         ),
         scheduler=partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9995),
+        scheduler_every="step",
         train=partial(load_mnist, train=True),
         test=partial(load_mnist, train=False),
         batch=64,

@@ -1,7 +1,9 @@
-"""Learning rates for a batch of another size than the one the job was written for.
+"""Learning rates of schedulers that count epochs, or steps of a batch of another size.
 
-The linear scaling rule multiplies the rate by the factor of the batch. Warm-up: the rate grows
-to its new value during the first steps.
+A training steps its scheduler once for each global batch. `Scaled` steps the job's own scheduler
+less or more often: once for each epoch, or as often as with the batch that the job was written
+for. The linear scaling rule multiplies the rate by the factor of the batch. Warm-up: the rate
+grows to its new value during the first steps.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from paragrad.notation.choices import describe_unknown_name
 
 MAX_WARM_UP = 1_000_000  # the largest number of epochs of warm-up
 
+# what a scheduler may count
+SCHEDULER_UNITS = ("epoch", "step")
 # the factor of the rate, by how many times the batch is larger
 SCALING_RULES: dict[str, Callable[[float], float]] = {
     "linear": lambda times: times,  # Goyal et al. 2017, arXiv 1706.02677
@@ -49,7 +53,8 @@ class Scaled(LRScheduler):
         warm_up: The steps in which the factor is reached, in equal parts (Goyal et al. 2017); 0
             means at once.
 
-        before: The steps of an epoch with the batch that `own` counts.
+        before: How often `own` is stepped in an epoch: once if it counts epochs, otherwise for each
+            step of the batch for which it was written.
 
         steps: The steps of an epoch with this batch. `own` is stepped so often that both end an
             epoch together.
@@ -77,7 +82,7 @@ class Scaled(LRScheduler):
 
             own: The job's scheduler over the same optimizer, or None.
 
-            before: The steps of an epoch with the batch that `own` counts.
+            before: How often `own` is stepped in an epoch.
 
             steps: The steps of an epoch with this batch.
         """
@@ -150,29 +155,38 @@ def _set_rate(group: dict[str, Any], rate: float) -> None:
         group["lr"] = rate
 
 
-def rescale_job(job: Job, samples: int) -> tuple[Job, str | None]:
-    """Give a job the rates of its batch, if it requests other rates.
+def adapt_scheduler(job: Job, samples: int) -> tuple[Job, str | None]:
+    """Give a job a scheduler that counts the steps of its batch.
+
+    The job's own scheduler may count epochs, or the job may request other rates for its batch.
 
     Args:
         job: The job.
         samples: The number of training samples.
 
     Returns:
-        The job with the new scheduler, and a text that says what its rates are and why. If no other
-        rates are requested, the job itself and None.
+        The job with the new scheduler, and a text that says what its rates are and why, or None if
+        they are the job's own. The job itself if its scheduler is right as it is.
 
     Raises:
-        Refused: scale_lr, warm_up or own_batch is wrong.
+        Refused: scheduler_every, scale_lr, warm_up or own_batch is wrong.
     """
+    if job.scheduler_every not in (None, *SCHEDULER_UNITS):
+        raise Refused(
+            f"job {job.name}: "
+            + describe_unknown_name("scheduler_every", str(job.scheduler_every), SCHEDULER_UNITS)
+        )
+    steps = SampleOrder(samples, job.batch, 0).steps
+    counts_epochs = job.scheduler is not None and job.scheduler_every == "epoch"
     if job.scale_lr is None and not job.warm_up:
-        return job, None
+        if not counts_epochs:
+            return job, None
+        build_scheduler = partial(_build_scheduler, job.scheduler, 1.0, 0, 1, steps)
+        return job.replace(scheduler=build_scheduler, scheduler_every="step"), None
     _check_scaling(job)
     assert job.scale_lr is not None
     assert job.own_batch is not None
-    steps, before = (
-        SampleOrder(samples, job.batch, 0).steps,
-        SampleOrder(samples, job.own_batch, 0).steps,
-    )
+    before = 1 if counts_epochs else SampleOrder(samples, job.own_batch, 0).steps
     factor = SCALING_RULES[job.scale_lr](min(job.batch, samples) / min(job.own_batch, samples))
     warm_up_steps = round(job.warm_up * steps)
     explanation = (
@@ -185,9 +199,15 @@ def rescale_job(job: Job, samples: int) -> tuple[Job, str | None]:
         )
     )
     build_scheduler = partial(_build_scheduler, job.scheduler, factor, warm_up_steps, before, steps)
-    return job.replace(
-        scheduler=build_scheduler, scale_lr=None, warm_up=0.0
-    ), f"{factor:.4g} times the job's own: {explanation}"
+    return (
+        job.replace(
+            scheduler=build_scheduler,
+            scheduler_every="step" if counts_epochs else job.scheduler_every,
+            scale_lr=None,
+            warm_up=0.0,
+        ),
+        f"{factor:.4g} times the job's own: {explanation}",
+    )
 
 
 def _check_scaling(job: Job) -> None:

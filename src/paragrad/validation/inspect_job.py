@@ -38,14 +38,14 @@ from paragrad.errors import Refused, StepFailed, describe_error
 from paragrad.jobs.job import CPU, DTYPES, Job, open_dataset
 from paragrad.jobs.loss import LossModule, call_model, describe_bad_loss
 from paragrad.jobs.precision import convert_model
-from paragrad.optim.rate_scaling import rescale_job
+from paragrad.optim.rate_scaling import adapt_scheduler
 from paragrad.runtime.generators import fingerprint_generators, keep_generators
 from paragrad.runtime.world import World
 from paragrad.trainer.evaluation import call_without_gradients
 from paragrad.trainer.identity import compute_initial_loss, describe_initial_training
 from paragrad.validation.lazy_modules import LazyModelBuilder, list_lazy_tensors
 from paragrad.validation.repeatability import explain_unequal_samples
-from paragrad.validation.scheduler_check import warn_epoch_scheduler
+from paragrad.validation.scheduler_check import refuse_unclear_scheduler
 
 METRIC_TOLERANCE = 0.02  # of the sizes: a metric of numbers of few digits is rounded
 CLOSURE_MESSAGE = (
@@ -103,12 +103,12 @@ class JobInspection:
         """Return the job in a form that can be trained.
 
         The shapes of its model are set, its collate is given whole batches if it needs them, and
-        its learning rates fit its batch.
+        its scheduler counts steps of its batch.
 
         Args:
             job: The job.
         """
-        job, _ = rescale_job(job, self.samples)
+        job, _ = adapt_scheduler(job, self.samples)
         job = (
             job
             if self.lazy_inputs is None
@@ -134,7 +134,7 @@ def inspect_job(job: Job, data: Path | None = None) -> JobInspection:
     _check_job_fields(job)
     train = _open_dataset(job, "train", data)
     test = _open_dataset(job, "test", data) if job.test is not None else None
-    job, rate_scaling = rescale_job(job, len(train))
+    job, rate_scaling = adapt_scheduler(job, len(train))
     model = _call_job_function(job, "model", job.build_model)
     lazy_inputs = None
     if list_lazy_tensors(model):
@@ -180,8 +180,6 @@ def inspect_job(job: Job, data: Path | None = None) -> JobInspection:
         rate_scaling,
     )
     _check_optimizer_step(job, optimizer)
-    if scheduler is not None:
-        warn_epoch_scheduler(job, scheduler, len(train))
     return facts
 
 
@@ -287,6 +285,7 @@ def _check_job_optimizer(job: Job, model: nn.Module) -> tuple[torch.optim.Optimi
     problem = explain_untrainable(model, optimizer, scheduler)
     if problem:
         raise Refused(f"job {job.name}: {problem}")
+    refuse_unclear_scheduler(job, scheduler)
     optimized = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     omitted = [
         name

@@ -666,7 +666,7 @@ def test_scheduler_advances_by_samples_between_rounds(tmp_path: Path) -> None:
     """Halved after every two steps of serial: an epoch of 29 samples is 8 of them, a round of
     half of the clients 4.
     """
-    made = vectors(scheduler=stepped, epochs=2)
+    made = vectors(scheduler=stepped, scheduler_every="step", epochs=2)
     _, record = trained(made, "federated(2, clients=4, fraction=0.5)", tmp_path)
     rates = [
         sorted(
@@ -689,7 +689,9 @@ def warming(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSche
 def test_round_with_zero_learning_rate_is_reported(tmp_path: Path) -> None:
     """A warm-up from 0, of which serial has one step at 0, and clients a whole round."""
     run = pg.train(
-        vectors(scheduler=warming, epochs=1), "federated(2, clients=4, fraction=0.5)", runs=tmp_path
+        vectors(scheduler=warming, scheduler_every="step", epochs=1),
+        "federated(2, clients=4, fraction=0.5)",
+        runs=tmp_path,
     )
     assert run.event_messages == [
         "round 0: the rate is 0, and stays so in a round: its clients train for nothing; let the "
@@ -703,7 +705,7 @@ def test_resumed_scheduler_is_moved_to_the_round_boundary(
     """Saved after 7 steps of serial, it goes on with the round behind 8 of them: the eighth was
     never made, and all rates that followed were behind for good.
     """
-    made = vectors(scheduler=stepped, epochs=2)
+    made = vectors(scheduler=stepped, scheduler_every="step", epochs=2)
     _, saved = trained(made, "serial", tmp_path, save=7, limit=7)
     _, record = trained(
         made, "federated(2, clients=4, fraction=0.5)", tmp_path, resume=saved.folder
@@ -731,7 +733,7 @@ def test_round_is_evaluated_and_ends_at_the_goal(tmp_path: Path) -> None:
 
 
 def test_resume_between_rounds_is_bit_equal(tmp_path: Path) -> None:
-    made = images(scheduler=stepped)
+    made = images(scheduler=stepped, scheduler_every="step")
     text = "federated({}, clients=9, fraction=0.34, rounds={})"
     whole, full = trained(made, text.format(2, 6), tmp_path)
     _, first = trained(made, text.format(2, 4), tmp_path, save=5)

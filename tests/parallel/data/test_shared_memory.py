@@ -544,6 +544,7 @@ def test_random_optimizer_trains_as_in_serial(tmp_path: Path) -> None:
         optimizer=OPTIMIZERS["Langevin"],
         dtype=torch.float64,
         epochs=3,
+        scheduler_every="step",
         scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: random.random()
         ),

@@ -689,7 +689,13 @@ def halving(optimizer: Any) -> Any:
     "made",
     [
         job(
-            "deep", deep, Subset(VECTORS, range(24)), test=VECTORS, clip_norm=0.5, scheduler=halving
+            "deep",
+            deep,
+            Subset(VECTORS, range(24)),
+            test=VECTORS,
+            clip_norm=0.5,
+            scheduler=halving,
+            scheduler_every="step",
         ),
         pytest.param(
             job("normed", normed_cnn, Subset(IMAGES, range(24)), test=IMAGES),

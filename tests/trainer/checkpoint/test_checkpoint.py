@@ -91,6 +91,7 @@ RESUMED = {
             mlp,
             VECTORS,
             scheduler=stepped,
+            scheduler_every="step",
             optimizer=lambda parameters: (
                 lambda each: torch.optim.AdamW(
                     [{"params": each[:2], "lr": 0.01}, {"params": each[2:], "weight_decay": 0.1}]
@@ -475,7 +476,7 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], L.LRScheduler]] = {
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_every_torch_scheduler_resumes_exactly(tmp_path: Path, name: str) -> None:
     """The milestones of MultiStepLR came back as texts, and the rate never fell again."""
-    job = in64(JOBS["mlp"]).replace(scheduler=SCHEDULERS[name])
+    job = in64(JOBS["mlp"]).replace(scheduler=SCHEDULERS[name], scheduler_every="step")
     expected = steps_from(World(), job, Serial(threads=1), None, 0, SAVED + 5)
     steps_from(World(), job, Serial(threads=1), None, 0, SAVED, tmp_path)
     found = resume_check.find_checkpoint(tmp_path, job, inspect_job(job))
@@ -505,6 +506,7 @@ def test_every_torch_optimizer_resumes_exactly(tmp_path: Path, name: str) -> Non
     """
     job = in64(JOBS["mlp"]).replace(
         scheduler=SCHEDULERS["MultiStepLR"],
+        scheduler_every="step",
         optimizer=lambda parameters: getattr(torch.optim, name)(
             parameters, lr=torch.tensor(0.01, dtype=torch.float64) if name == "Adam" else 0.01
         ),

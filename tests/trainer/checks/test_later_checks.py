@@ -243,6 +243,7 @@ def test_right_runs_compare_steps_to_the_end(strategy: str, tmp_path: Path) -> N
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
         clip_norm=0.5,
         scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99),
+        scheduler_every="step",
     )
     run = pg.train(job, strategy, runs=tmp_path, check="20%")
     steps = [event["numbers"]["step"] for event in run.select_lines("event")]
@@ -300,6 +301,7 @@ def test_verify_of_late_steps_goes_on_from_the_state(strategy: str, tmp_path: Pa
         LONG,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
         scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50),
+        scheduler_every="step",
     )
     certificate = pg.verify(job, strategy, runs=tmp_path)
     assert certificate.same
