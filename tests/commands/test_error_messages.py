@@ -149,6 +149,19 @@ def test_model_that_does_not_fit() -> None:
     )
 
 
+# ---- notices ---------------------------------------------------------------------------------
+def test_batch_larger_than_the_dataset_is_noticed() -> None:
+    """Every step took all samples, and the printed batch was another."""
+    with pytest.warns(UserWarning, match="the batch of 5000 is larger than the .* samples"):
+        inspect_job(make_job("large", mlp, VECTORS, batch=5000))
+
+
+def test_more_ranks_than_cores_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paragrad.validation.validate.count_cores", lambda: 2)
+    with pytest.warns(UserWarning, match=r"data\(3\) starts 3 ranks on 2 core\(s\): they take"):
+        validate_run(make_job("many", mlp, VECTORS), "data(3)")
+
+
 # ---- what the optimizer holds ----------------------------------------------------------------
 def test_parameters_missing_in_the_optimizer_are_named() -> None:
     job = make_job(

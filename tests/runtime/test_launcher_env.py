@@ -28,6 +28,8 @@ from paragrad.runtime.launcher_env import (
     SRUN,
     TORCHRUN,
     LaunchInfo,
+    choose_rank_threads,
+    count_cores,
     detect_launch,
     find_rendezvous_address,
     find_rendezvous_file,
@@ -35,6 +37,18 @@ from paragrad.runtime.launcher_env import (
 )
 
 pytestmark = pytest.mark.processes
+
+
+@pytest.mark.parametrize(
+    ("wanted", "threads"), [("3", 3), ("4,2", 4), ("", None), ("many", None), ("0", None)]
+)
+def test_omp_num_threads_is_respected(
+    wanted: str, threads: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks took all cores of a host that others used too, whatever the variable said."""
+    monkeypatch.setenv("OMP_NUM_THREADS", wanted)
+    assert choose_rank_threads(1) == (threads or count_cores())
+
 
 Variables = Callable[[int, int], dict[str, str]]
 

@@ -23,6 +23,7 @@ from paragrad.report.comparison_table import Table
 from paragrad.report.equivalence.lockstep import measure_distances
 from paragrad.report.notebook import make_notebook_progress
 from paragrad.report.results import ROUNDING_BASELINE
+from paragrad.runtime.launcher_env import count_cores
 from paragrad.runtime.rendezvous import get_launched_size
 from paragrad.runtime.stop_signals import StopRequest, handle_stop_signals
 from paragrad.strategies.registry import parse_strategies, strategy
@@ -261,7 +262,7 @@ def validate_rows(
         each.resolved: each
         for each in (
             validate_run(job, each, replace(baseline_settings, limit=BASELINE_STEPS), inspection)
-            for each in (Serial(), Serial(threads=1))
+            for each in (Serial(threads=count_cores()), Serial(threads=1))
         )
     }
     # the rounding baseline is not as fast as plain serial

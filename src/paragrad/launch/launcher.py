@@ -23,7 +23,7 @@ from paragrad.errors import RankFailed
 from paragrad.launch import job_files, processes
 from paragrad.launch.processes import ForkServerProcess, RankProcess
 from paragrad.launch.protocol import RankTask, StopMessage, TaskFailure
-from paragrad.runtime.launcher_env import count_cores
+from paragrad.runtime.launcher_env import choose_rank_threads
 
 # Within these seconds the death of a rank must show; afterwards the failure that another rank
 # reported counts as the cause.
@@ -90,7 +90,8 @@ class Launcher:
 
             device: The kind of device, cpu or cuda.
 
-            threads: The number of torch's threads in each rank; None divides the cores.
+            threads: The number of torch's threads in each rank; None takes OMP_NUM_THREADS, or
+                divides the cores.
 
             timeout: Seconds that a rank waits for another; None takes the default.
 
@@ -115,7 +116,7 @@ class Launcher:
         )
         self.is_sending = True
         self.task_count += 1
-        threads_per_rank = threads or max(1, count_cores() // size)
+        threads_per_rank = threads or choose_rank_threads(size)
         store: Path | None = None
         try:
             store = self._start_ranks(size) / f"meeting-{self.task_count}"

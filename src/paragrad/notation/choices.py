@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from math import isfinite
 from typing import Any, ClassVar, dataclass_transform
@@ -21,7 +21,13 @@ from paragrad.notation.grammar import CallExpression, parse_call
 
 RESERVED_FIELDS = ("name", "members")  # attributes of a choice that are not options
 # words of other libraries, too far from the word here to be recognized as a typing error
-SYNONYMS = {"gpu": "cuda"}
+SYNONYMS = {
+    "gpu": "cuda",
+    "ddp": "replicated",
+    "no_shard": "replicated",
+    **dict.fromkeys(("fsdp", "fsdp2", "zero", "zero3", "full_shard"), "fully_sharded"),
+    **dict.fromkeys(("zero1", "zero2", "shard_grad_op", "sharded"), "shared_memory"),
+}
 
 
 # ---- kinds of value ---------------------------------------------------------------------------
@@ -353,6 +359,25 @@ def list_options(cls: type[Choice]) -> tuple[Field[Any], ...]:
     return fields(cls)  # type: ignore[arg-type]
 
 
+def list_option_names(spec: Field[Any]) -> list[str]:
+    """List the words and the names of choices that an option accepts.
+
+    Args:
+        spec: The field of the option.
+    """
+    return [
+        name
+        for kind in spec.metadata["kinds"]
+        for name in (
+            kind.names
+            if isinstance(kind, Word)
+            else [cls.name for cls in kind.classes]
+            if isinstance(kind, OneOf)
+            else []
+        )
+    ]
+
+
 def _format_option_value(value: object) -> str:
     if value is None:
         return "none"
@@ -390,9 +415,10 @@ def _convert_option_value(value: object, spec: Field[Any], owner: str) -> object
             raise Refused(
                 f"{owner}({spec.name}=...) got the class {value.__name__}; write {value.__name__}()"
             )
-        raise Refused(
-            f"{owner}({spec.name}=...) takes {accepted}; got {_format_option_value(value)}"
-        )
+        text = _format_option_value(value)
+        words = [name for kind in kinds if isinstance(kind, Word) for name in kind.names]
+        offer = "".join(f"; did you mean {name}?" for name in find_close_names(text, words))
+        raise Refused(f"{owner}({spec.name}=...) takes {accepted}; got {text}{offer}")
     return value
 
 
@@ -474,17 +500,28 @@ def describe_unknown_name(what: str, name: str, known: Iterable[str]) -> str:
         The message.
     """
     known = list(known)
-    close_names = (
-        [SYNONYMS[name]]
-        if SYNONYMS.get(name) in known
-        else difflib.get_close_matches(name, known, n=1, cutoff=0.51)
-    )
+    close_names = find_close_names(name, known)
     offer = (
         f"did you mean {close_names[0]}?"
         if close_names
         else "known: " + (", ".join(known) or "none")
     )
     return f"no {what} {name!r}; {offer}"
+
+
+def find_close_names(name: str, known: Sequence[str]) -> list[str]:
+    """Find the known name that an unknown one may stand for.
+
+    Args:
+        name: The unknown name.
+        known: The known names.
+
+    Returns:
+        That name, or an empty list.
+    """
+    if SYNONYMS.get(name.lower()) in known:
+        return [SYNONYMS[name.lower()]]
+    return difflib.get_close_matches(name, known, n=1, cutoff=0.51)
 
 
 def iterate_options(value: object) -> Iterator[tuple[Choice, Field[Any], object]]:

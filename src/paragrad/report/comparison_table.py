@@ -367,10 +367,15 @@ def list_timing_doubts(table: ComparisonResults) -> list[str]:
             )
             + "; such times say little"
         )
-    if any(each.finite_bounds is not None and not each.is_significant for each in ratios):
+    if any(each.is_narrow and not each.is_significant for each in ratios):
         sentences.append(
             "two numbers (as 0.8-1.3x) in place of a speed-up: the times of steps scatter so much "
             "that it may lie anywhere between them (90 % interval)"
+        )
+    if any(each.finite_bounds is not None and not each.is_narrow for each in ratios):
+        sentences.append(
+            "unknown: the times of steps scatter so much that the speed-up may be twice as large "
+            "at one end of its 90 % interval as at the other; compare more epochs"
         )
     if any(each.finite_bounds is None for each in ratios):
         sentences.append(

@@ -122,11 +122,7 @@ class SpeedUp(ValueInterval):
                 if self.value >= 0.095
                 else f"{_format_two_digits(self.value)}x"
             )
-        return (
-            f"{self.low:.2f}-{self.high:.2f}x"
-            if self.is_narrow
-            else f"{_format_two_digits(self.low)}-{_format_two_digits(self.high)}x"
-        )
+        return f"{self.low:.2f}-{self.high:.2f}x" if self.is_narrow else "unknown"
 
 
 NO_SPEED_UP = SpeedUp(1.0, 1.0, 1.0)  # of a row compared with itself

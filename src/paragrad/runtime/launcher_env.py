@@ -90,6 +90,19 @@ def count_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def choose_rank_threads(ranks: int) -> int:
+    """Choose the number of torch's threads of each rank on this host.
+
+    Args:
+        ranks: The number of ranks on this host.
+
+    Returns:
+        OMP_NUM_THREADS, if it is set to a number; otherwise an equal part of the cores.
+    """
+    wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(wanted) if wanted.isdecimal() and int(wanted) > 0 else max(1, count_cores() // ranks)
+
+
 def read_load_average() -> float | None:
     """Read the load average of this host over the last minute.
 

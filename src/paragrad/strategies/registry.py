@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paragrad.errors import Refused
-from paragrad.notation.choices import Choice, build_choice
+from paragrad.notation.choices import Choice, build_choice, list_option_names, list_options
 from paragrad.notation.grammar import parse_products
 from paragrad.schedules.all_reduce import AllReduce as AllReduce
 
@@ -12,13 +12,13 @@ from paragrad.strategies import (  # noqa: F401
     branch,
     federated,
     local,
-    pipeline,
     serial,
-    server,
     spatial,
     tensor,
 )
-from paragrad.strategies.data import Native
+from paragrad.strategies.data import Data, Native
+from paragrad.strategies.pipeline import Pipeline
+from paragrad.strategies.server import Server
 from paragrad.strategies.strategy import Environment, Product, ScheduleUse
 from paragrad.strategies.strategy import Strategy as Strategy
 
@@ -67,6 +67,16 @@ def collect_all_reduces() -> dict[str, type[Choice]]:
     return {Native.name: Native, **AllReduce.members}  # native comes first
 
 
+def _suggest_strategies() -> dict[str, str]:
+    """Return suggestions for names that are no strategies, but values of an option of one."""
+    suggestions = {"auto": "did you mean data(auto)?"}
+    for cls in (Data, Pipeline, Server):
+        for spec in list_options(cls):
+            for name in list_option_names(spec):
+                suggestions.setdefault(name, f"did you mean {cls.name}(2, {spec.name}={name})?")
+    return suggestions
+
+
 def parse_strategies(text: str) -> tuple[Strategy, ...]:
     """Parse `strategy; strategy; ...`.
 
@@ -76,9 +86,7 @@ def parse_strategies(text: str) -> tuple[Strategy, ...]:
     Raises:
         Refused: If the text is no list of strategies.
     """
-    # An all-reduce is no strategy of its own.
-    suggestions = {name: f"did you mean data(2, reduce={name})?" for name in collect_all_reduces()}
-    elsewhere = {**FOREIGN_NAMES, **suggestions}
+    elsewhere = {**FOREIGN_NAMES, **_suggest_strategies()}
     parsed: list[Strategy] = []
     for product in parse_products(text):
         factors = tuple(

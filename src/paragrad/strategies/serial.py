@@ -16,7 +16,7 @@ class Serial(Strategy):
     """One worker, the reference of every other strategy.
 
     Attributes:
-        threads: The threads; auto: all cores.
+        threads: The threads; auto: OMP_NUM_THREADS, or all cores.
         micro: The micro-batches per step.
     """
 
@@ -38,7 +38,9 @@ class Serial(Strategy):
         return Division(micro=self.micro)
 
     def resolve(self, environment: Environment) -> Self:
-        return replace(self, threads=environment.cores) if self.threads == "auto" else self
+        if self.threads != "auto":
+            return self
+        return replace(self, threads=environment.threads or environment.cores)
 
     def refuse_factors(self, factors: tuple[Strategy, ...]) -> None:
         raise Refused("serial is one worker and cannot be multiplied; leave it out")

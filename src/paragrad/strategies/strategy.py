@@ -61,6 +61,8 @@ class Environment:
         backend: The backend that carries their messages.
 
         user_loop: Whether the training loop is the user's own.
+
+        threads: The threads of a single rank; None for the cores.
     """
 
     cores: int = 1
@@ -69,6 +71,7 @@ class Environment:
     shared_memory_refusal: str | None = "nobody knows whether all ranks are on this host"
     backend: str = "gloo"
     user_loop: bool = False
+    threads: int | None = None
 
 
 @dataclass(frozen=True)

@@ -134,6 +134,12 @@ def inspect_job(job: Job, data: Path | None = None) -> JobInspection:
     _check_job_fields(job)
     train = _open_dataset(job, "train", data)
     test = _open_dataset(job, "test", data) if job.test is not None else None
+    if job.batch > len(train):
+        warnings.warn(
+            f"job {job.name}: the batch of {job.batch} is larger than the {len(train)} samples of "
+            "train, so each step takes all of them",
+            stacklevel=2,
+        )
     job, rate_scaling = adapt_scheduler(job, len(train))
     model = _call_job_function(job, "model", job.build_model)
     lazy_inputs = None

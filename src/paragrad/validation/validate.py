@@ -34,7 +34,7 @@ from paragrad.parallel.registry import (
 )
 from paragrad.parallel.server.join_endpoint import parse_host_port, refuse_host_port
 from paragrad.runtime.generators import keep_generators
-from paragrad.runtime.launcher_env import count_cores
+from paragrad.runtime.launcher_env import choose_rank_threads, count_cores
 from paragrad.runtime.mesh import build_grid
 from paragrad.runtime.rendezvous import (
     check_network_interfaces,
@@ -250,6 +250,7 @@ def validate_run(
         backend,
         labels=read_client_labels(job, requested, resolved, settings.folder),
     )
+    _warn_of_many_ranks(requested, resolved, environment)
     refuse_many_rounds(validated.rounds, requested)
     refuse_single_sample_clients(validated.rounds, inspected, requested)
     refuse_round_schedule(validated.rounds, inspection, requested, job.name)
@@ -267,6 +268,16 @@ def validate_run(
     )
 
 
+def _warn_of_many_ranks(requested: Strategy, resolved: Strategy, environment: Environment) -> None:
+    """Warn if ranks that paragrad starts on this host have to share cores."""
+    if environment.ranks is None and resolved.size > environment.cores:
+        warnings.warn(
+            f"{requested} starts {resolved.size} ranks on {environment.cores} core(s): they take "
+            "turns, so a step takes longer than with a core for each",
+            stacklevel=3,
+        )
+
+
 def detect_environment(settings: Settings, has_own_loop: bool = False) -> Environment:
     """Detect where a training with these settings runs.
 
@@ -282,6 +293,7 @@ def detect_environment(settings: Settings, has_own_loop: bool = False) -> Enviro
         explain_no_shared_parameters(settings),
         choose_backend(settings, ranks or (1 if has_own_loop else 2)),
         has_own_loop,
+        choose_rank_threads(1),
     )
 
 
@@ -431,14 +443,14 @@ def _check_factor_conflicts(resolved: Strategy) -> None:
 def choose_thread_count(resolved: Strategy) -> int:
     """Choose the number of threads of each rank.
 
-    It is the host's cores divided by its ranks, unless the strategy sets it.
+    It is OMP_NUM_THREADS, or the host's cores divided by its ranks, unless the strategy sets it.
 
     Args:
         resolved: The resolved strategy.
     """
     if isinstance(resolved.threads, int):
         return resolved.threads
-    return max(1, count_cores() // (count_local_ranks() or resolved.size))
+    return choose_rank_threads(count_local_ranks() or resolved.size)
 
 
 def choose_backend(settings: Settings, size: int) -> str:
