@@ -37,6 +37,10 @@ class Refused(ValueError):
     """
 
 
+class UnknownName(Refused):
+    """A name that is not known, or not yet: the file of a job may define it."""
+
+
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C during a run or a comparison. The command exits with 130.
 

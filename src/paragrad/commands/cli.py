@@ -57,6 +57,7 @@ from paragrad.report import simulation_report
 from paragrad.report.progress import ProgressDisplay
 from paragrad.runtime.launcher_env import count_cores
 from paragrad.strategies.compressors import find_compressor
+from paragrad.strategies.registry import refuse_unreadable_strategies
 from paragrad.strategies.registry import strategy as read_strategy
 from paragrad.version import __version__
 
@@ -67,6 +68,12 @@ DEFAULT_STRATEGIES = (
     "serial; data(2); data(2, reduce=native); data(2, reduce=ring); data(2, reduce=ring_async); "
     "data(2, reduce=tree); data(2, reduce=butterfly)"
 )
+
+# groups of commands in --help
+START = "Start with these"
+HOSTS = "On several hosts"
+COSTS = "What it costs"
+LISTS = "What there is"
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -86,46 +93,62 @@ def handle_global_options(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", is_eager=True, callback=_print_version, help="print the version and exit"
+            "--version", is_eager=True, callback=_print_version, help="Print the version and exit."
         ),
     ] = False,
 ) -> None:
     """Train one plain PyTorch model on many workers, and see that it was the same training."""
 
 
-@app.command("train")
+@app.command("new", rich_help_panel=START)
+def run_new(
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write: NAME.py.")],
+) -> None:
+    """Write a job file with comments, to start from."""
+    from paragrad.commands.new_job import write_job_file
+
+    with use_exit_codes():
+        write_job_file(path)
+        print(f"{path} is written; train it on two workers:")
+        print(f"paragrad train {shlex.quote(str(path))} --strategy 'data(2)'")
+
+
+@app.command("train", rich_help_panel=START)
 def run_train(
     job: JobArgument,
     strategy: StrategyOption = "serial",
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="print shares, steps and resolved choices")
+        bool,
+        typer.Option("--dry-run", help="Print shares, steps and resolved choices; train nothing."),
     ] = False,
-    overlap: Annotated[bool, typer.Option(help="exchange gradients while backward runs")] = True,
+    overlap: Annotated[bool, typer.Option(help="Exchange gradients while backward runs.")] = True,
     verify: Annotated[
         bool,
         typer.Option(
             "--verify",
-            help="afterwards, compare 20 steps with serial in float64; the exit code stays",
+            help="After the training, compare 20 steps with serial in float64.",
         ),
     ] = False,
     check: CheckOption = "1%",
     save: Annotated[
-        int | None, typer.Option(metavar="STEPS", help="a checkpoint every so many steps")
+        int | None, typer.Option(metavar="STEPS", help="Write a checkpoint every so many steps.")
     ] = None,
     resume: Annotated[
         Path | None,
         typer.Option(
-            metavar="RUN", help="go on from a run's last checkpoint, or from RUN/checkpoint-N"
+            metavar="RUN", help="Go on from a run's last checkpoint, or from RUN/checkpoint-N."
         ),
     ] = None,
     timeout: TimeoutOption = None,
     listen: ListenOption = None,
     allow: AllowOption = None,
     tensorboard: Annotated[
-        bool, typer.Option("--tensorboard", help="write event files into the run's folder")
+        bool,
+        typer.Option("--tensorboard", help="Write TensorBoard event files into the run's folder."),
     ] = False,
     trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="what every rank did when, for Perfetto")
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a trace for Perfetto: what every rank did when."),
     ] = None,
     until: UntilOption = None,
     runs: RunsOption = Path("runs"),
@@ -137,10 +160,11 @@ def run_train(
     slow: SlowOption = None,
     pace: PaceOption = None,
     batch: Annotated[
-        str | None, typer.Option(help="global batch size, instead of the job's; fit: by --memory")
+        str | None,
+        typer.Option(help="The global batch size, in place of the job's; fit: by --memory."),
     ] = None,
     memory: Annotated[
-        str | None, typer.Option(metavar="BYTES", help="that a rank may hold, with --batch fit")
+        str | None, typer.Option(metavar="BYTES", help="What a rank may hold, with --batch fit.")
     ] = None,
     scale_lr: ScaleLrOption = None,
     warm_up: WarmUpOption = None,
@@ -161,6 +185,7 @@ def run_train(
     from paragrad.validation.validate import validate_run
 
     with use_exit_codes():
+        refuse_unreadable_strategies(strategy)
         chosen = _load_typed_job(
             job, set_, batch=batch, epochs=epochs, seed=seed, scale_lr=scale_lr, warm_up=warm_up
         )
@@ -208,21 +233,30 @@ def run_train(
             summaries.print_run(run, as_json, sys.argv)
 
 
-@app.command("join")
+@app.command("join", rich_help_panel=HOSTS)
 def run_join(
     address: Annotated[
-        str, typer.Argument(help="of a training that listens (train --listen): tcp://HOST:PORT")
+        str,
+        typer.Argument(
+            help="The address of a training that listens (train --listen): tcp://HOST:PORT."
+        ),
     ],
     job: JobArgument,
     server_key: Annotated[
-        Path, typer.Option(metavar="FILE", help="its public key: office.key of the run's folder")
+        Path,
+        typer.Option(
+            metavar="FILE", help="The public key of the training: office.key of its folder."
+        ),
     ],
     key: Annotated[
         Path,
-        typer.Option(metavar="FILE", help="of this host, made where there is none: ME.key_secret"),
+        typer.Option(
+            metavar="FILE", help="The key of this host, made if there is none: ME.key_secret."
+        ),
     ],
     threads: Annotated[
-        int | None, typer.Option(help="of this worker; otherwise the cores of this host")
+        int | None,
+        typer.Option(help="The threads of this worker; without it, the cores of this host."),
     ] = None,
     timeout: TimeoutOption = None,
     data: DataOption = None,
@@ -256,17 +290,22 @@ def run_join(
         )
 
 
-@app.command("compare")
+@app.command("compare", rich_help_panel=START)
 def run_compare(
     job: JobArgument,
-    strategies: Annotated[str, typer.Option(help="separated by ;")] = DEFAULT_STRATEGIES,
+    strategies: Annotated[
+        str, typer.Option(help="The strategies, separated by ;")
+    ] = DEFAULT_STRATEGIES,
     seeds: Annotated[
-        int, typer.Option(metavar="COUNT", help="trainings of each strategy, for mean and spread")
+        int,
+        typer.Option(
+            metavar="COUNT", help="Train each strategy with so many seeds, for mean and spread."
+        ),
     ] = 1,
     rounding_baseline: Annotated[
         bool,
         typer.Option(
-            "--rounding-baseline", help="also train serial with every batch back to front"
+            "--rounding-baseline", help="Also train serial with every batch back to front."
         ),
     ] = False,
     until: UntilOption = None,
@@ -289,7 +328,7 @@ def run_compare(
     skip_schedule_check: SkipScheduleCheckOption = False,
     skip_first_step_check: SkipFirstStepCheckOption = False,
     resume: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="finish a comparison that ended early")
+        Path | None, typer.Option(metavar="FOLDER", help="Finish a comparison that ended early.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -299,6 +338,7 @@ def run_compare(
     from paragrad.report.comparison_table import Table
 
     with use_exit_codes():
+        refuse_unreadable_strategies(strategies)
         chosen = _load_typed_job(
             job, set_, batch=batch, epochs=epochs, seed=seed, scale_lr=scale_lr, warm_up=warm_up
         )
@@ -337,7 +377,7 @@ def run_compare(
             raise typer.Exit(1)
 
 
-@app.command("verify")
+@app.command("verify", rich_help_panel=START)
 def run_verify(
     job: JobArgument,
     strategy: StrategyOption,
@@ -358,6 +398,7 @@ def run_verify(
     from paragrad.report import summaries
 
     with use_exit_codes():
+        refuse_unreadable_strategies(strategy)
         chosen = _load_typed_job(
             job, set_, batch=batch, seed=seed, scale_lr=scale_lr, warm_up=warm_up
         )
@@ -379,23 +420,34 @@ def run_verify(
 
 JobFileOption = Annotated[
     str | None,
-    typer.Option("--job", metavar="JOB", help="a job file, with an all-reduce of your own in it"),
+    typer.Option(
+        "--job",
+        metavar="JOB",
+        help="A job file that defines an all-reduce or a strategy of your own.",
+    ),
 ]
 
 
-@app.command("draw")
+@app.command("draw", rich_help_panel=START)
 def run_draw(
     strategy: Annotated[
-        str, typer.Argument(help="such as 'data(4, reduce=ring)'; several separated by ;")
+        str,
+        typer.Argument(
+            help="The strategy, such as 'data(4, reduce=ring)'; several are separated by ;"
+        ),
     ],
     job: Annotated[
-        str | None, typer.Option(metavar="JOB", help="with its parts, or an all-reduce of your own")
+        str | None,
+        typer.Option(
+            metavar="JOB",
+            help="Draw the parts of this job, or an all-reduce that its file defines.",
+        ),
     ] = None,
     memory: Annotated[
-        bool, typer.Option("--memory", help="the bytes that are alive, with --job")
+        bool, typer.Option("--memory", help="Draw the bytes that are alive, with --job.")
     ] = False,
     svg: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="also write a space-time diagram")
+        Path | None, typer.Option(metavar="FILE", help="Also write a space-time diagram.")
     ] = None,
     data: DataOption = None,
     batch: BatchOption = None,
@@ -409,6 +461,7 @@ def run_draw(
     from paragrad.commands.memory import draw_memory
 
     with use_exit_codes():
+        refuse_unreadable_strategies(strategy)
         with Console(stderr=True).status("drawing"):
             chosen = _load_typed_job(job, set_, batch=batch) if job else None
             if memory and chosen is None:
@@ -423,7 +476,7 @@ def run_draw(
         print(text)
 
 
-@app.command("work")
+@app.command("work", rich_help_panel=COSTS)
 def run_work(
     job: JobArgument,
     data: DataOption = None,
@@ -439,29 +492,35 @@ def run_work(
         show_work(profile_job(_load_typed_job(job, set_, batch=batch), data), as_json)
 
 
-@app.command("simulate")
+@app.command("simulate", rich_help_panel=COSTS)
 def run_simulate(
-    strategy: Annotated[str, typer.Argument(help="such as 'data(4096, reduce=ring)'")],
+    strategy: Annotated[
+        str, typer.Argument(help="The strategy, such as 'data(4096, reduce=ring)'.")
+    ],
     size: Annotated[
-        str, typer.Option("--bytes", metavar="N", help="of the vector: 4096, 64KiB, 100MB")
+        str,
+        typer.Option("--bytes", metavar="N", help="The size of the vector: 4096, 64KiB, 100MB."),
     ],
     machine: MachineOption = None,
     job: JobFileOption = None,
-    link: Annotated[str | None, typer.Option(help="link of the machine file: gloo or shm")] = None,
+    link: Annotated[
+        str | None, typer.Option(help="The link of the machine file: gloo or shm.")
+    ] = None,
     inside: Annotated[
-        str | None, typer.Option(help="link among the ranks of a host, where it is another")
+        str | None, typer.Option(help="The link among the ranks of a host, if it is another one.")
     ] = None,
     per_link: Annotated[
-        int, typer.Option("--ranks-per-link", min=1, help="ranks of a host, on one link")
+        int, typer.Option("--ranks-per-link", min=1, help="How many ranks share one link.")
     ] = 1,
     per_core: Annotated[
-        int, typer.Option("--ranks-per-core", min=1, help="ranks that share a core")
+        int, typer.Option("--ranks-per-core", min=1, help="How many ranks share a core.")
     ] = 1,
     slow: Annotated[
-        list[str] | None, typer.Option(metavar="RANK=FACTOR", help="a rank so many times slower")
+        list[str] | None,
+        typer.Option(metavar="RANK=FACTOR", help="Make a rank so many times slower."),
     ] = None,
     timeline: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="also write every message as a span")
+        Path | None, typer.Option(metavar="FILE", help="Also write every message as a span.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -511,14 +570,16 @@ def run_simulate(
             simulation_report.write_timeline(result, timeline)
 
 
-@app.command("measure")
+@app.command("measure", rich_help_panel=COSTS)
 def run_measure(
-    output: Annotated[Path, typer.Option(metavar="FILE", help="the machine file to write")] = Path(
+    output: Annotated[Path, typer.Option(metavar="FILE", help="The machine file to write.")] = Path(
         "machine.json"
     ),
-    backend: Annotated[str, typer.Option(help="shm, gloo, or both")] = "both",
+    backend: Annotated[
+        str, typer.Option(help="The backend to measure: shm, gloo, or both.")
+    ] = "both",
     interface: Annotated[
-        str | None, typer.Option(help="what gloo talks over; on one host loopback")
+        str | None, typer.Option(help="The network interface of gloo; on one host, loopback.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -535,7 +596,7 @@ def run_measure(
             simulation_report.write_machine_file(measured_machine, output, as_json)
 
 
-@app.command("jobs")
+@app.command("jobs", rich_help_panel=LISTS)
 def run_jobs(as_json: JsonOption = False) -> None:
     """List the built-in jobs."""
     from paragrad.jobs.find_job import JOBS
@@ -545,7 +606,7 @@ def run_jobs(as_json: JsonOption = False) -> None:
         summaries.print_jobs(JOBS, as_json)
 
 
-@app.command("strategies")
+@app.command("strategies", rich_help_panel=LISTS)
 def run_strategies(job: JobFileOption = None, as_json: JsonOption = False) -> None:
     """List the strategies and algorithms, each with its source.
 

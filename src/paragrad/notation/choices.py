@@ -16,7 +16,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from math import isfinite
 from typing import Any, ClassVar, dataclass_transform
 
-from paragrad.errors import Refused
+from paragrad.errors import Refused, UnknownName
 from paragrad.notation.grammar import CallExpression, parse_call
 
 RESERVED_FIELDS = ("name", "members")  # attributes of a choice that are not options
@@ -463,7 +463,9 @@ def build_choice(
     if elsewhere and call.name not in classes and call.name.lower() in elsewhere:
         raise Refused(f"{where}: no name {call.name!r}; {elsewhere[call.name.lower()]}")
     if call.name not in classes:
-        raise Refused(f"{where}: " + describe_unknown_name("name", call.name, [*classes, *words]))
+        raise UnknownName(
+            f"{where}: " + describe_unknown_name("name", call.name, [*classes, *words])
+        )
     cls = classes[call.name]
     names = [spec.name for spec in list_options(cls)]
     if len(call.positional) > len(names):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from paragrad.errors import Refused
+from contextlib import suppress
+
+from paragrad.errors import Refused, UnknownName
 from paragrad.notation.choices import Choice, build_choice, list_option_names, list_options
 from paragrad.notation.grammar import parse_products
 from paragrad.schedules.all_reduce import AllReduce as AllReduce
@@ -97,6 +99,21 @@ def parse_strategies(text: str) -> tuple[Strategy, ...]:
             factors[0] if len(factors) == 1 else Product(factors)  # type: ignore[arg-type]
         )
     return tuple(parsed)
+
+
+def refuse_unreadable_strategies(text: str) -> None:
+    """Refuse strategies that cannot be read, before the file of a job is imported.
+
+    A name that is not known is accepted here, because the file may define it.
+
+    Args:
+        text: The strategies as text.
+
+    Raises:
+        Refused: The text is no list of strategies.
+    """
+    with suppress(UnknownName):
+        parse_strategies(text)
 
 
 def strategy(text: str | Strategy) -> Strategy:
