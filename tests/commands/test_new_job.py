@@ -47,7 +47,7 @@ def test_new_job_refuses_to_write_with_the_repair(name: str, repair: str, tmp_pa
 
 
 def test_help_shows_the_first_commands_first() -> None:
-    lines = CliRunner().invoke(app, ["--help"]).stdout.splitlines()
+    lines = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "120"}).stdout.splitlines()
     place = next(place for place, line in enumerate(lines) if "Start with these" in line)
     assert [line.split()[1] for line in lines[place + 1 : place + 6]] == FIRST
 
