@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -39,7 +39,12 @@ from paragrad.runtime.world import World
 from paragrad.strategies.strategy import Strategy
 from paragrad.trainer.checkpoint.checkpoint_files import remove_partial_files
 from paragrad.trainer.pace import refuse_unknown_ranks
-from paragrad.trainer.settings import Settings, build_settings, name_in_records
+from paragrad.trainer.settings import (
+    SettingArguments,
+    Settings,
+    build_settings,
+    name_in_records,
+)
 from paragrad.validation.validate import ValidatedRun, convert_strategy_errors, validate_run
 from paragrad.version import __version__
 
@@ -48,10 +53,15 @@ def train(
     job: Job,
     strategy: str | Strategy = "serial",
     *,
+    epochs: int | None = None,
+    batch: int | str | None = None,
+    seed: int | None = None,
+    scale_lr: str | None = None,
+    warm_up: float | None = None,
     runs: str | Path = "runs",
     verify: bool = False,
     progress: Progress | None = None,
-    **settings: Any,
+    **settings: Unpack[SettingArguments],
 ) -> Run:
     """Train a job under a strategy; returns when the run is done.
 
@@ -61,6 +71,16 @@ def train(
         job: the job.
 
         strategy: the strategy.
+
+        epochs: the number of epochs, in place of the job's.
+
+        batch: the global batch size, in place of the job's.
+
+        seed: the seed, in place of the job's.
+
+        scale_lr: how the learning rate grows with the batch, in place of the job's.
+
+        warm_up: the epochs in which the rate reaches the scaled rate, in place of the job's.
 
         runs: the folder in which the run's own folder is made.
 
@@ -83,7 +103,19 @@ def train(
 
         Interrupted: on Ctrl-C.
     """
-    job, resolved_settings, batch_reason = fit_job_batch(job, strategy, build_settings(settings))
+    if not isinstance(job, Job):
+        raise Refused(f"a job is a paragrad.Job; got {type(job).__name__}")
+    job_changes = {
+        "epochs": epochs,
+        "batch": batch,
+        "seed": seed,
+        "scale_lr": scale_lr,
+        "warm_up": warm_up,
+    }
+    job = job.replace(**{name: value for name, value in job_changes.items() if value is not None})
+    job, resolved_settings, batch_reason = fit_job_batch(
+        job, strategy, build_settings({**settings})
+    )
     validated_run = replace(
         validate_run(job, strategy, resolved_settings), batch_reason=batch_reason
     )

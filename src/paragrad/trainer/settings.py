@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from math import isfinite, nan
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypedDict, TypeVar
 
 import torch
 
@@ -335,6 +335,35 @@ class Settings:
                 f"--until {goal}: job {job.name} measures {job.metric_name}; write "
                 f"{job.metric_name}={goal.value:g}"
             )
+
+
+class SettingArguments(TypedDict, total=False):
+    """The fields of `Settings` as keyword arguments of a function."""
+
+    data: str | Path | None
+    device: str
+    backend: str
+    overlap: bool
+    loaders: int
+    save: int | None
+    resume: str | Path | None
+    until: str | Until | None
+    tensorboard: bool
+    trace: str | Path | None
+    memory: str | int | None
+    machine: str | Path | None
+    inject_fault: str | None
+    check: str | float
+    skip_schedule_check: bool
+    skip_first_step_check: bool
+    timeout: float
+    slow: str | None
+    pace: float | None
+    listen: str | None
+    allow: str | Path | None
+    noise_scale: int | None
+    reverse: bool
+    limit: int | None
 
 
 def refuse_old_arguments(function: Callable[P, R]) -> Callable[P, R]:
