@@ -48,8 +48,12 @@ class Interrupted(KeyboardInterrupt):
         folder: The folder that holds the results up to then.
     """
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(f"what was done until then is in {folder}")
+    def __init__(self, folder: Path, saved_step: int | None = None) -> None:
+        super().__init__(
+            f"what was done until then is in {folder}"
+            if saved_step is None
+            else f"step {saved_step} is saved in {folder}; go on with resume={str(folder)!r}"
+        )
         self.folder = folder
 
 

@@ -302,61 +302,81 @@ def test_failure_of_paragrad_prints_no_traceback(tmp_path: Path) -> None:
     assert done.stderr.rstrip().splitlines()[-1].startswith("paragrad: rank ")
 
 
+HANGS = """
+import os, signal
+import good
+from good import Net
+
+class Hangs(Net):
+    def forward(self, x):
+        if self.training and len(x) == 22:  # the last batch of an epoch
+            with open(os.environ["BEGUN"], "w") as fifo:
+                fifo.write("here")
+            signal.pause()
+        return super().forward(x)
+
+job = good.job.replace(name="hangs", model=Hangs)
+"""
+
+
+def start_train(*words: str, **settings: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "paragrad", "train", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **settings},
+    )
+
+
+def read_end(folder: Path) -> tuple[str, str]:
+    end = json.loads((folder / "run.jsonl").read_text().splitlines()[-1])
+    return end["kind"], end["status"]
+
+
 @pytest.mark.story
-def test_stopped_by_the_user(tmp_path: Path) -> None:
-    words = [
-        sys.executable,
-        "-m",
-        "paragrad",
-        "train",
-        "digits",
-        "--epochs",
-        "100000",
-        "--strategy",
-        "data(2)",
-        "--runs",
-        str(tmp_path),
-    ]
-    with subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as running:
+def test_first_ctrl_c_saves_the_run(tmp_path: Path) -> None:
+    """Without --save, Ctrl-C lost all."""
+    words = ["digits", "--epochs", "100000", "--strategy", "data(2)", "--runs", str(tmp_path)]
+    with start_train(*words) as running:
         assert running.stderr is not None
         # the first line of progress: the ranks are at work
         assert "step" in running.stderr.readline()
         running.send_signal(signal.SIGINT)
         _, rest = running.communicate(timeout=30)
     assert running.returncode == 130
-    assert (
-        rest.splitlines()[-1]
-        == f"paragrad: stopped; what was done until then is in {next(tmp_path.iterdir())}"
+    (folder,) = tmp_path.iterdir()
+    (checkpoint,) = folder.glob("checkpoint-*")
+    step = int(checkpoint.name.removeprefix("checkpoint-"))
+    first, *_, hint, last = rest.splitlines()
+    assert first.startswith("paragrad: the run ends after this step, and saves it")
+    assert hint.endswith(f"--resume {folder}")
+    assert last == (
+        f"paragrad: stopped; step {step} is saved in {folder}; go on with resume='{folder}'"
     )
-    end = json.loads((next(tmp_path.iterdir()) / "run.jsonl").read_text().splitlines()[-1])
-    assert (end["kind"], end["status"]) == ("end", "interrupted")
+    assert read_end(folder) == ("end", "stopped")
 
 
-def test_interrupt_during_import_prints_no_traceback(tmp_path: Path) -> None:
-    """Ctrl-C while torch was imported, which takes seconds, printed a traceback through its
-    modules.
-    """
-    # imported instead
-    (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "paragrad", "jobs"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (130, "paragrad: stopped\n")
-    # it stays where modules are looked for; that typer must not
-    folder = tmp_path / "jobs"
-    folder.mkdir()
-    (folder / "mine.py").write_text("raise KeyboardInterrupt")
-    result = CliRunner().invoke(
-        app, ["train", str(folder / "mine.py"), "--runs", str(tmp_path / "runs")]
-    )
-    assert (result.exit_code, result.output) == (130, "paragrad: stopped\n")
+@pytest.mark.story
+def test_second_ctrl_c_ends_the_run_at_once(tmp_path: Path) -> None:
+    job = tmp_path / "hangs.py"
+    job.write_text(HANGS)
+    fifo = tmp_path / "begun"
+    os.mkfifo(fifo)
+    words = [str(job), "--runs", str(tmp_path / "runs")]
+    with start_train(*words, BEGUN=str(fifo), PYTHONPATH=f"{PACKAGE}/..:{JOB_FILES}") as running:
+        assert running.stderr is not None
+        fifo.read_text()
+        running.send_signal(signal.SIGINT)
+        while "Ctrl-C once more" not in running.stderr.readline():
+            pass
+        running.send_signal(signal.SIGINT)
+        _, rest = running.communicate(timeout=30)
+    assert running.returncode == 130
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert rest.splitlines()[-1] == (f"paragrad: stopped; what was done until then is in {folder}")
+    assert read_end(folder) == ("end", "interrupted")
+    assert list(folder.glob("checkpoint-*")) == []
 
 
 @pytest.mark.story

@@ -177,7 +177,7 @@ def run_train(
     skip_first_step_check: SkipFirstStepCheckOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Train JOB under one strategy. SIGTERM saves a checkpoint and ends it."""
+    """Train JOB under one strategy. Ctrl-C or SIGTERM saves a checkpoint and ends it."""
     from paragrad.commands.train import train as trained
     from paragrad.report import summaries
     from paragrad.runtime.rendezvous import get_launched_rank

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import platform
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -34,7 +35,7 @@ from paragrad.report.run import Run
 from paragrad.runtime import allocator
 from paragrad.runtime.launcher_env import count_cores, read_load_average
 from paragrad.runtime.rendezvous import get_launched_rank, get_launched_size, join_launched_world
-from paragrad.runtime.stop_signals import StopRequest, handle_stop_signals
+from paragrad.runtime.stop_signals import StopRequest, handle_stop_signals, stop_on_interrupt
 from paragrad.runtime.world import World
 from paragrad.strategies.strategy import Strategy
 from paragrad.trainer.checkpoint.checkpoint_files import remove_partial_files
@@ -65,7 +66,8 @@ def train(
 ) -> Run:
     """Train a job under a strategy; returns when the run is done.
 
-    On SIGTERM the run saves a checkpoint and ends (`run.stopped`).
+    On SIGTERM the run saves a checkpoint and ends (`run.stopped`). On Ctrl-C too, and then raises
+    Interrupted; a second Ctrl-C ends it at once.
 
     Args:
         job: the job.
@@ -151,7 +153,16 @@ def train(
             stop_request.set()
             launcher.request_stop()
 
-        with handle_stop_signals(request_stop):
+        def announce_stop() -> None:
+            print(
+                "paragrad: the run ends after this step, and saves it; Ctrl-C once more ends it at "
+                "once",
+                file=sys.stderr,
+                flush=True,
+            )
+            request_stop()
+
+        with handle_stop_signals(request_stop), stop_on_interrupt(announce_stop) as interrupted:
             validated_run = choose_by_trial(launcher, validated_run)
             if stop_request.is_set():
                 # the trial ignores the request; the training then saves at once
@@ -159,6 +170,8 @@ def train(
             result = train_on_ranks(
                 launcher, validated_run, folder, progress=progress, stop_request=stop_request
             )
+            if result.stopped and interrupted.is_set():
+                raise Interrupted(folder, result.checkpoint_step)
         if result.stopped or not verify or validated_run.resolved.is_reference:
             return result
         with Recorder(folder / "run.jsonl") as record:

@@ -69,6 +69,39 @@ def handle_stop_signals(on_stop: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
+def stop_on_interrupt(on_first: Callable[[], None]) -> Iterator[StopRequest]:
+    """Call a function at the first Ctrl-C; the second one raises KeyboardInterrupt.
+
+    An ignored SIGINT (a job in the background of a script) stays ignored. In other threads than the
+    main one this context does nothing.
+
+    Args:
+        on_first: The function to call.
+
+    Yields:
+        A flag that is set if Ctrl-C was pressed.
+    """
+    interrupted = StopRequest()
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    ):
+        yield interrupted
+        return
+
+    def handle_first(*_: object) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        interrupted.set()
+        on_first()
+
+    previous_handler = signal.signal(signal.SIGINT, handle_first)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, previous_handler)
+
+
+@contextmanager
 def raise_on_stop_signals() -> Iterator[None]:
     """Raise KeyboardInterrupt on SIGTERM and SIGHUP, so that open resources are closed.
 
