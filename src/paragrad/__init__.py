@@ -22,6 +22,7 @@ if typing.TYPE_CHECKING:
     from paragrad.engine.model_shard import ModelShard
     from paragrad.engine.passes import LossSums, Passes
     from paragrad.errors import RankFailed, Refused, StepFailed
+    from paragrad.jobs.callback import Callback, EarlyStopping, EpochReport, RunStart, StepReport
     from paragrad.jobs.find_job import job
     from paragrad.jobs.job import Job, accuracy
     from paragrad.notation.choices import Decimal, Flag, Integer, Word, option
@@ -75,6 +76,7 @@ __all__ = [
     "Bf16",
     "Bsp",
     "Butterfly",
+    "Callback",
     "Certificate",
     "Codec",
     "Compressor",
@@ -84,7 +86,9 @@ __all__ = [
     "Direct",
     "Dirichlet",
     "DoubleTree",
+    "EarlyStopping",
     "Elastic",
+    "EpochReport",
     "Even",
     "Exchange",
     "Federated",
@@ -116,6 +120,7 @@ __all__ = [
     "Ring",
     "RingAsync",
     "Run",
+    "RunStart",
     "Send",
     "Serial",
     "Server",
@@ -123,6 +128,7 @@ __all__ = [
     "Ssp",
     "Star",
     "StepFailed",
+    "StepReport",
     "Strategy",
     "Table",
     "Tensor",
@@ -153,6 +159,7 @@ _HOMES = {
     for home, names in {
         "datasets.loading": "WholeBatch",
         "errors": "RankFailed Refused StepFailed",
+        "jobs.callback": "Callback EarlyStopping EpochReport RunStart StepReport",
         "jobs.find_job": "job",
         "jobs.job": "Job accuracy",
         "notation.choices": "Decimal Flag Integer Word option",

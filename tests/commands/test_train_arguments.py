@@ -11,7 +11,8 @@ from equality_table import VECTORS, job, mlp
 
 import paragrad as pg
 from paragrad.commands.cli import run_train
-from paragrad.trainer.settings import SettingArguments, Settings
+from paragrad.commands.train import SettingArguments
+from paragrad.trainer.settings import Settings
 
 pytestmark = pytest.mark.processes
 

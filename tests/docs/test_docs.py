@@ -261,7 +261,8 @@ def test_every_job_in_the_pages_equals_serial(
 
 
 @pytest.mark.parametrize(
-    ("page", "example"), [("own_loop.md", "own_loop.py"), ("hook.md", "ddp_hook.py")]
+    ("page", "example"),
+    [("own_loop.md", "own_loop.py"), ("hook.md", "ddp_hook.py"), ("callbacks.md", "callbacks.py")],
 )
 def test_pages_show_the_tested_examples(page: str, example: str) -> None:
     """Code and commands are the example's, which test_examples.py runs as it says."""

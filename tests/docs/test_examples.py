@@ -22,6 +22,7 @@ PROGRAMS = {
 # long ones, in `make table`; of their files a shorter line is in CI, and test_checkpoint.py
 # resumes as resume.py does
 LONG = {
+    "python examples/callbacks.py",
     'torchrun --standalone --nproc-per-node 2 examples/ddp_hook.py "halving(segments=2)"',
     'paragrad train examples/own_job.py --strategy "data(2)"',
     "python examples/resume.py",

@@ -133,6 +133,10 @@ def run_train(
     save: Annotated[
         int | None, typer.Option(metavar="STEPS", help="Write a checkpoint every so many steps.")
     ] = None,
+    keep: Annotated[
+        str | None,
+        typer.Option(metavar="best", help="Keep the checkpoint of the best test to the end."),
+    ] = None,
     resume: Annotated[
         Path | None,
         typer.Option(
@@ -196,6 +200,7 @@ def run_train(
             "overlap": overlap,
             "loaders": loaders,
             "save": save,
+            "keep": keep,
             "resume": resume,
             "until": until,
             "tensorboard": tensorboard,

@@ -50,6 +50,8 @@ job = pg.Job(
     # After each epoch the test set is evaluated: (sum, weight) of each batch are added up.
     test=test,
     metric=pg.accuracy,
+    # What the run calls after steps and tests; this one ends it if 3 epochs brought nothing better.
+    callbacks=[pg.EarlyStopping(patience=3)],
     # The seed of the first weights, the order of samples and all draws.
     seed=0,
 )

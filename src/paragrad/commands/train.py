@@ -8,17 +8,18 @@ import platform
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, TypedDict, Unpack
 
 import torch
 
 from paragrad.commands.fit_batch import fit_job_batch
 from paragrad.commands.trial import choose_by_trial
 from paragrad.errors import Interrupted, RankFailed, Refused, StepFailed
+from paragrad.jobs.callback import Callback
 from paragrad.jobs.job import Job, accuracy
 from paragrad.launch import Launcher
 from paragrad.loops.failure_recovery import run_recoverable_training
@@ -40,14 +41,39 @@ from paragrad.runtime.world import World
 from paragrad.strategies.strategy import Strategy
 from paragrad.trainer.checkpoint.checkpoint_files import remove_partial_files
 from paragrad.trainer.pace import refuse_unknown_ranks
-from paragrad.trainer.settings import (
-    SettingArguments,
-    Settings,
-    build_settings,
-    name_in_records,
-)
+from paragrad.trainer.settings import Settings, Until, build_settings, name_in_records
 from paragrad.validation.validate import ValidatedRun, convert_strategy_errors, validate_run
 from paragrad.version import __version__
+
+
+class SettingArguments(TypedDict, total=False):
+    """The fields of `Settings` as keyword arguments of a function."""
+
+    data: str | Path | None
+    device: str
+    backend: str
+    overlap: bool
+    loaders: int
+    save: int | None
+    keep: str | None
+    resume: str | Path | None
+    until: str | Until | None
+    tensorboard: bool
+    trace: str | Path | None
+    memory: str | int | None
+    machine: str | Path | None
+    inject_fault: str | None
+    check: str | float
+    skip_schedule_check: bool
+    skip_first_step_check: bool
+    timeout: float
+    slow: str | None
+    pace: float | None
+    listen: str | None
+    allow: str | Path | None
+    noise_scale: int | None
+    reverse: bool
+    limit: int | None
 
 
 def train(
@@ -59,6 +85,7 @@ def train(
     seed: int | None = None,
     scale_lr: str | None = None,
     warm_up: float | None = None,
+    callbacks: Sequence[Callback] = (),
     runs: str | Path = "runs",
     verify: bool = False,
     progress: Progress | None = None,
@@ -83,6 +110,8 @@ def train(
         scale_lr: how the learning rate grows with the batch, in place of the job's.
 
         warm_up: the epochs in which the rate reaches the scaled rate, in place of the job's.
+
+        callbacks: what the run calls, after the callbacks of the job.
 
         runs: the folder in which the run's own folder is made.
 
@@ -115,6 +144,8 @@ def train(
         "warm_up": warm_up,
     }
     job = job.replace(**{name: value for name, value in job_changes.items() if value is not None})
+    if callbacks:
+        job = job.replace(callbacks=(*job.callbacks, *callbacks))
     job, resolved_settings, batch_reason = fit_job_batch(
         job, strategy, build_settings({**settings})
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from paragrad.datasets.loading import Collate, Dataset, Samples
 from paragrad.datasets.sample_order import SampleOrder
 from paragrad.errors import Refused, StepFailed
+from paragrad.jobs.callback import Callback
 from paragrad.jobs.loss import Loss, convert_loss
 from paragrad.jobs.precision import convert_model
 from paragrad.runtime.generators import seed_everything
@@ -65,6 +66,9 @@ class Job:
 
         collate: A function from samples to a batch, where torch's own does not suffice.
 
+        callbacks: What the run calls at its beginning, after steps and tests, and at its end
+            (`paragrad.Callback`).
+
         scale_lr: "linear" or "sqrt": how the learning rate grows with the batch, starting at
             own_batch.
 
@@ -93,6 +97,7 @@ class Job:
     metric: Callable[[Any, Any], tuple[Any, Any]] | None = None
     dtype: torch.dtype = torch.float32
     collate: Collate | None = None
+    callbacks: Sequence[Callback] = ()
     scale_lr: str | None = None
     warm_up: float = 0.0
     own_batch: int | None = None

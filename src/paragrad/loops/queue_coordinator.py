@@ -24,12 +24,15 @@ from typing import Any
 import zmq
 
 from paragrad.errors import StepFailed
+from paragrad.jobs.callback import EpochReport, StepReport
 from paragrad.launch import Launcher
 from paragrad.launch.process_pool import PROCESS_DIED, TASK_FAILED, ProcessPool
+from paragrad.loops.best_test import BestTest
+from paragrad.loops.callback_runner import CallbackRunner
 from paragrad.loops.join_coordinator import JoinCoordinator, locate_share, write_step_line
 from paragrad.loops.loop import Loop
 from paragrad.loops.queue_worker import MAX_REPLY_BYTES, run_queue_rank
-from paragrad.loops.synchronous import Progress
+from paragrad.loops.synchronous import Progress, describe_run_start
 from paragrad.parallel.server.curve_keys import SECRET_SUFFIX, Address, KeyPair, write_public_key
 from paragrad.parallel.server.endpoints import ServerEndpoints
 from paragrad.parallel.server.join_endpoint import parse_host_port
@@ -157,6 +160,10 @@ class QueueCoordinator(Loop[int]):
         write_events: writes TensorBoard values of a step.
 
         overdue_since: since when workers are late, by number.
+
+        callbacks: calls the job's callbacks.
+
+        best_test: the best test so far.
     """
 
     def __init__(
@@ -240,6 +247,8 @@ class QueueCoordinator(Loop[int]):
         )
         self.write_events: Callable[..., None] = lambda step, **values: None
         self.overdue_since: dict[int, float] = {}
+        self.callbacks = CallbackRunner(validated_run.job.callbacks)
+        self.best_test = BestTest(folder, resumed)
 
     def run_training(self) -> str:
         """Train until the end; returns "finished" or "stopped"."""
@@ -252,7 +261,7 @@ class QueueCoordinator(Loop[int]):
             with open_event_files(
                 self.folder if self.validated_run.settings.tensorboard else None
             ) as self.write_events:
-                status = self.train_epochs()
+                status = self.follow_training()
             self.queue.end_training()
             self.close_processes()
         finally:
@@ -295,6 +304,21 @@ class QueueCoordinator(Loop[int]):
             self.endpoints.assign_rank(number, server),
         )
 
+    def follow_training(self) -> str:
+        """Train, and call the callbacks at the beginning and at the end.
+
+        Returns:
+            "finished" or "stopped".
+        """
+        job, settings = self.validated_run.job, self.validated_run.settings
+        steps = min(settings.limit or 2**62, job.epochs * self.order.steps)
+        start = describe_run_start(self.validated_run, self.folder, steps)
+        self.best_test.write(writes=True)
+        status = "finished"
+        with self.callbacks.follow_run(start, lambda: status):
+            status = self.train_epochs()
+        return status
+
     # ---- epochs and tickets ------------------------------------------------------------------
     def train_epochs(self) -> str:
         """Train all epochs, with a test after each and checkpoints, as `Training.run` does.
@@ -323,6 +347,11 @@ class QueueCoordinator(Loop[int]):
         """Whether as many steps are made as the settings request."""
         return self.validated_run.settings.has_reached_limit(self.step)
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether no further steps are given out."""
+        return self.stop_request.is_set() or self.callbacks.wants_end or self.has_enough_steps
+
     def read_clock(self) -> float:
         """Return the seconds since the start of the run, as the record counts them."""
         return self.record.now()
@@ -344,7 +373,7 @@ class QueueCoordinator(Loop[int]):
         epoch = segment
         end = (epoch + 1) * self.order.steps
         self.step = epoch * self.order.steps + (self.start[1] if epoch == self.start[0] else 0)
-        while self.step < end and not self.stop_request.is_set() and not self.has_enough_steps:
+        while self.step < end and not self.is_ending:
             samples = len(self.order.get_batch(self.step % self.order.steps))
             # Ticket numbers are consecutive: servers remember up to which all are applied.
             for share in range(min(self.shares, samples)):
@@ -358,7 +387,7 @@ class QueueCoordinator(Loop[int]):
                 self.wait_until_idle(epoch)  # a checkpoint is of whole steps
                 self.save_once("checkpoint")
         self.wait_until_idle(epoch)
-        return not self.stop_request.is_set() and not self.has_enough_steps
+        return not self.is_ending
 
     def end_segment(self, segment: int, start_time: float) -> bool:
         """Test after an epoch, and record it.
@@ -378,11 +407,38 @@ class QueueCoordinator(Loop[int]):
             start=round(start_time, 6),
             seconds=round(self.record.now() - start_time, 6),
         )
-        if test is not None:
-            self.write_events(
-                self.step, **{f"test {self.validated_run.job.metric_name}": test["value"]}
+        return test is not None and self.handle_test(segment, test)
+
+    def handle_test(self, epoch: int, test: dict[str, float]) -> bool:
+        """Report a test, and save if it is the best one.
+
+        Args:
+            epoch: the epoch.
+            test: the result of the test.
+
+        Returns:
+            Whether the goal is reached or a callback ends the run.
+        """
+        job = self.validated_run.job
+        self.write_events(self.step, **{f"test {job.metric_name}": test["value"]})
+        if self.progress is not None:
+            self.progress(
+                {
+                    "epoch": epoch,
+                    "step": self.step,
+                    "steps": job.epochs * self.order.steps,
+                    "loss": self.loss,
+                    "metric": job.metric_name,
+                    "test": test["value"],
+                }
             )
-        return self.validated_run.settings.has_reached_goal(test)
+        report = EpochReport(self.step, epoch, job.metric_name, test["value"])
+        if self.validated_run.settings.keep == "best" and self.best_test.is_beaten_by(report):
+            self.save_once("checkpoint")
+            self.best_test.keep(report, writes=True)
+        return self.callbacks.observe_test(report) or self.validated_run.settings.has_reached_goal(
+            test
+        )
 
     def finish_saved_epoch(self, epoch: int) -> bool:
         """Finish an epoch after its last step was saved.
@@ -457,6 +513,10 @@ class QueueCoordinator(Loop[int]):
                     ticket.step + 1,
                     **{name: report[name] for name in ("loss", "lr") if name in report},
                 )
+                if "loss" in report:
+                    self.callbacks.observe_step(
+                        StepReport(ticket.step + 1, ticket.epoch, report["loss"], report["lr"])
+                    )
             if report.get("became") == APPLIED_BEFORE:
                 self.unrecorded_shares.append(
                     (ticket, report, [*self.queue.earlier_workers.get(ticket.number, ()), number])

@@ -21,6 +21,7 @@ from paragrad.datasets.clients import ClientRounds, ClientTurn
 from paragrad.datasets.loading import Samples, separate_target
 from paragrad.engine.exchange import TEST_TRAFFIC
 from paragrad.errors import StepFailed, describe_error
+from paragrad.jobs.callback import StepReport
 from paragrad.loops.synchronous import TrainingLoop, count_state_bytes
 from paragrad.parallel.averaging.federated import FederatedExchange
 from paragrad.planner.cost_formulas import count_collective_bytes
@@ -231,6 +232,9 @@ class RoundTraining(TrainingLoop):
         """
         self.write_scalars(self.trainer.steps, loss=result.loss, lr=rate)
         self.report_step(segment, result.loss)
+        if self.callbacks.observe_step(StepReport(self.trainer.steps, segment, result.loss, rate)):
+            # all workers see it at the end of the round
+            self.trainer.world.stop.set()
         return True
 
     def _make_client_optimizer(self, central: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -14,7 +14,10 @@ from paragrad.datasets.loading import Dataset
 from paragrad.engine.exchange import CHECKPOINT_TRAFFIC, TEST_TRAFFIC
 from paragrad.engine.optimizer.modes import use_optimizer_eval_mode
 from paragrad.errors import StepFailed
+from paragrad.jobs.callback import EpochReport, RunStart, StepReport
 from paragrad.jobs.job import open_dataset
+from paragrad.loops.best_test import BestTest
+from paragrad.loops.callback_runner import CallbackRunner
 from paragrad.loops.loop import BatchLoop
 from paragrad.loops.restart import resume_from_servers, use_temporary_exchange
 from paragrad.parallel.server.endpoints import ServerEndpoints
@@ -34,7 +37,8 @@ from paragrad.trainer.training import Training
 from paragrad.validation import resume_check
 from paragrad.validation.validate import ValidatedRun
 
-# receives {"epoch", "step", "steps", "loss"}, at most ten times a second
+# Receives {"epoch", "step", "steps", "loss"}, at most ten times a second. After a test it also
+# receives {"metric", "test"}.
 Progress = Callable[[dict[str, Any]], None]
 
 
@@ -175,6 +179,10 @@ class TrainingLoop(BatchLoop[int]):
         epoch_fields: Further fields of an epoch's line in the record.
 
         checkpoint_fields: Further fields of a checkpoint's state.json.
+
+        callbacks: Calls the job's callbacks, on rank 0.
+
+        best_test: The best test so far.
     """
 
     def __init__(
@@ -211,15 +219,25 @@ class TrainingLoop(BatchLoop[int]):
         self.peak_optimizer_bytes = 0
         self.epoch_fields: dict[str, Any] = {}
         self.checkpoint_fields: dict[str, Any] = {}
+        self.callbacks = CallbackRunner(job.callbacks if trainer.world.rank == 0 else ())
+        self.best_test = BestTest(folder, validated_run.resume_checkpoint)
 
     def run_training(self) -> str:
         """Run the training to its end, and return its status."""
-        settings = self.validated_run.settings
         if self.validated_run.resume_checkpoint is not None:
             self.resume_from_checkpoint(self.validated_run.resume_checkpoint)
         if self.trainer.is_server:
             run_parameter_server(self.training)
             return self.status
+        start = describe_run_start(self.validated_run, self.folder, self.steps)
+        self.best_test.write(self.trainer.world.rank == 0)
+        with self.callbacks.follow_run(start, lambda: self.status):
+            self._train_epochs()
+        return self.status
+
+    def _train_epochs(self) -> None:
+        """Train all epochs that are left."""
+        settings = self.validated_run.settings
         endpoints = self.training.options.exchange_options.endpoints
         if endpoints is not None and endpoints.step is not None:
             resume_from_servers(
@@ -242,7 +260,6 @@ class TrainingLoop(BatchLoop[int]):
         if self.status == "finished" and self.last_step and self.trainer.steps < self.steps:
             self.steps = self.trainer.steps
             self.report_step(*self.last_step)
-        return self.status
 
     def save_due_checkpoint(self) -> None:
         """Save the checkpoint that was due when the previous ranks failed."""
@@ -314,7 +331,9 @@ class TrainingLoop(BatchLoop[int]):
         number = self.trainer.steps + 1
         interval = self.validated_run.settings.save
         return self.training.compares_steps and (
-            number == self.steps or bool(interval and number % interval == 0)
+            number == self.steps
+            or bool(interval and number % interval == 0)
+            or bool(self.validated_run.settings.keep and number % self.steps_per_epoch == 0)
         )
 
     def end_step(self, segment: int, result: StepResult, rate: float) -> bool:
@@ -330,14 +349,28 @@ class TrainingLoop(BatchLoop[int]):
         """
         self.write_scalars(self.trainer.steps, loss=result.loss, lr=rate)
         self.report_step(segment, result.loss)
+        if self.callbacks.observe_step(StepReport(self.trainer.steps, segment, result.loss, rate)):
+            # all ranks see it in the next step
+            self.trainer.world.stop.set()
         if result.stop:
-            self.status = "stopped"
-            self.save_progress()
+            self.end_early()
             return False
         interval = self.validated_run.settings.save
         if interval and self.trainer.steps % interval == 0:
             self.save_progress()
         return not self.has_reached_limit
+
+    def end_early(self) -> None:
+        """End the run because a rank requested it. Collective.
+
+        If a callback did, the training is finished; otherwise it is stopped, and saved.
+        """
+        if self.validated_run.job.callbacks and self.trainer.world.broadcast_object(
+            self.callbacks.wants_end
+        ):
+            return
+        self.status = "stopped"
+        self.save_progress()
 
     def end_segment(self, segment: int, start_time: float) -> bool:
         """Run the test after an epoch, and record the epoch.
@@ -368,12 +401,41 @@ class TrainingLoop(BatchLoop[int]):
             **self.epoch_fields,
         )
         if not self.trainer.strategy.guarantees.replicas_equal and self.is_stop_requested():
-            self.status = "stopped"  # The replicas might not average before the end of the run.
-            self.save_progress()
+            self.end_early()  # The replicas might not average before the end of the run.
             return True
-        if test is not None:
-            self.write_scalars(self.trainer.steps, **{f"test {job.metric_name}": test["value"]})
-        return self.validated_run.settings.has_reached_goal(test)
+        return test is not None and self.handle_test(segment, test)
+
+    def handle_test(self, segment: int, test: dict[str, float]) -> bool:
+        """Report a test, and save if it is the best one. Collective.
+
+        Args:
+            segment: The epoch.
+            test: The result of the test.
+
+        Returns:
+            True if the goal is reached or a callback ends the run.
+        """
+        job = self.validated_run.job
+        self.write_scalars(self.trainer.steps, **{f"test {job.metric_name}": test["value"]})
+        report = EpochReport(self.serial_steps, segment, job.metric_name, test["value"])
+        if self.trainer.world.rank == 0 and self.last_step:
+            self.report_progress(
+                {
+                    "epoch": segment,
+                    "step": self.trainer.steps,
+                    "steps": self.steps,
+                    "loss": self.last_step[1],
+                    "metric": job.metric_name,
+                    "test": test["value"],
+                }
+            )
+        if self.validated_run.settings.keep == "best" and self.best_test.is_beaten_by(report):
+            self.save_progress()
+            self.best_test.keep(report, writes=self.trainer.world.rank == 0)
+        is_over = self.callbacks.observe_test(report)
+        if job.callbacks:
+            is_over = self.trainer.world.broadcast_object(is_over)
+        return is_over or self.validated_run.settings.has_reached_goal(test)
 
     def get_sent_counts(self, what: str) -> dict[str, Any]:
         """Return what was sent outside of steps, for tests or checkpoints."""
@@ -453,6 +515,45 @@ class TrainingLoop(BatchLoop[int]):
         if sent := self.get_sent_counts(CHECKPOINT_TRAFFIC):
             self.record.write_line("checkpoint", step=self.trainer.steps, sent=sent)
         self.saved_progress = self.progress
+
+
+def describe_run_start(validated_run: ValidatedRun, folder: Path, steps: int) -> RunStart:
+    """Describe what is known of a run before its first step, for callbacks.
+
+    Args:
+        validated_run: The validated job, strategy and settings.
+        folder: The folder of the run.
+        steps: The steps of the whole training.
+    """
+    job = validated_run.job
+    rounds = validated_run.rounds
+    saved = validated_run.resume_checkpoint
+    epoch_steps = validated_run.inspection.order.steps
+    tests = (
+        EpochReport(
+            rounds.count_serial_steps(line["epoch"] + 1)
+            if rounds
+            else (line["epoch"] + 1) * epoch_steps,
+            line["epoch"],
+            job.metric_name,
+            line["test"]["value"],
+        )
+        for line in (
+            saved.list_epoch_records()
+            if saved and job.callbacks and (rounds is not None) == ("rounds" in saved.state)
+            else ()
+        )
+        if line["test"]
+    )
+    return RunStart(
+        folder,
+        job.name,
+        str(validated_run.requested),
+        saved.step if saved else 0,
+        steps,
+        job.metric_name,
+        tuple(tests),
+    )
 
 
 def log_memory(training: Training, other_optimizer_bytes: int = 0) -> None:

@@ -63,7 +63,8 @@ class ProgressDisplay:
             what: What is counted, where there is no bar.
 
         Returns:
-            A function that takes {"step", "steps", and "loss" or "difference" if known}.
+            A function that takes {"step", "steps", and "loss" or "difference" if known}; after a
+            test also {"epoch", "metric", "test"}.
         """
         return (
             self._track_with_bar(name)
@@ -73,15 +74,34 @@ class ProgressDisplay:
 
     def _track_with_bar(self, name: str) -> Any:
         task = self.bars.add_task(name, total=None, value="")
-        return lambda state: self.bars.update(
-            task, completed=state["step"], total=state["steps"], value=format_step_value(state)
-        )
+
+        def report(state: dict[str, Any]) -> None:
+            self._print_test(name, state)
+            self.bars.update(
+                task, completed=state["step"], total=state["steps"], value=format_step_value(state)
+            )
+
+        return report
+
+    def _print_test(self, name: str, state: dict[str, Any]) -> None:
+        """Print a line for an epoch that was tested."""
+        if "test" in state:
+            self.console.print(
+                f"{name}: epoch {state['epoch'] + 1}, step {state['step']} of {state['steps']}: "
+                f"test {state['metric']} {state['test']:.4g}",
+                highlight=False,
+                soft_wrap=True,
+                markup=False,
+            )
 
     def _track_with_lines(self, name: str, what: str) -> Any:
         last = time.monotonic()
 
         def report(state: dict[str, Any]) -> None:
             nonlocal last
+            self._print_test(name, state)
+            if "test" in state:
+                return
             if state["step"] == state["steps"] or time.monotonic() - last > LINE_INTERVAL:
                 last = time.monotonic()
                 self.console.print(

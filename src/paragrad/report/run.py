@@ -18,7 +18,12 @@ from paragrad.record.round_counts import CLIENT_LOST, IDLE_ROUND, NO_CLIENT_RETU
 from paragrad.report.timing import measure_step_time
 from paragrad.strategies.registry import strategy
 from paragrad.strategies.strategy import Strategy
-from paragrad.trainer.checkpoint.checkpoint_files import list_checkpoint_folders, read_folder_step
+from paragrad.trainer.checkpoint.checkpoint_files import (
+    BestCheckpoint,
+    list_checkpoint_folders,
+    read_best_checkpoint,
+    read_folder_step,
+)
 from paragrad.trainer.checkpoint.tensor_files import load_weights
 
 
@@ -189,22 +194,39 @@ class Run(Record):
         return bool(self.end and self.end["status"] == "stopped")
 
     @property
+    def best(self) -> BestCheckpoint | None:
+        """The checkpoint of the best test, if the run keeps it (`keep="best"`)."""
+        return read_best_checkpoint(self.folder)
+
+    @property
     def checkpoint_step(self) -> int | None:
         """The step of the newest checkpoint, or None."""
         checkpoints = list_checkpoint_folders(self.folder)
         return read_folder_step(checkpoints[0]) if checkpoints else None
 
-    def model(self) -> nn.Module:
+    def model(self, best: bool = False) -> nn.Module:
         """Load the trained model as a plain module with the names of serial training.
+
+        Args:
+            best: Whether to load the model of the best test, in place of the last one.
 
         Returns:
             The model.
 
         Raises:
-            Refused: The weights do not fit the model that the job builds.
+            Refused: The weights do not fit the model that the job builds, or the run kept no best
+                test.
         """
+        folder = self.folder
+        if best:
+            if self.best is None:
+                raise Refused(
+                    f'{folder} kept no checkpoint of its best test; train with keep="best" '
+                    "(--keep best)"
+                )
+            folder = self.best.folder
         model = self.job.build_model()
-        path = self.folder / "model.safetensors"
+        path = folder / "model.safetensors"
         try:
             load_weights(model, path)
         except RuntimeError as error:

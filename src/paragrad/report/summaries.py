@@ -77,6 +77,9 @@ def _describe_run(finished: Run, found: Mapping[str, Any]) -> dict[str, Any]:
         f"test {found['metric']}": None
         if found["test"] is None
         else f"{found['test']:.2f} {unit}".strip(),
+        "best test": finished.best
+        and f"{finished.best.value:.2f} {unit}".strip()
+        + f" after epoch {finished.best.epoch + 1}: {finished.best.folder}",
         "loss of the last step (mean over its samples)": None
         if found["loss"] is None
         else f"{found['loss']:.4f}",

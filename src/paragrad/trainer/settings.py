@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from math import isfinite, nan
 from pathlib import Path
-from typing import Any, ParamSpec, TypedDict, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -87,6 +87,8 @@ class Settings:
         save: A checkpoint is written every `save` steps and at the end. None: only when a stop is
             requested.
 
+        keep: "best": the checkpoint of the best test is written, and kept to the end.
+
         resume: The folder of a run, of which the last checkpoint is resumed, or of one checkpoint.
 
         until: The goal at which the run stops, such as "accuracy=97.5".
@@ -134,6 +136,7 @@ class Settings:
     overlap: bool = True
     loaders: int = 0
     save: int | None = None
+    keep: str | None = None
     resume: str | Path | None = None
     until: str | Until | None = None
     tensorboard: bool = False
@@ -238,7 +241,12 @@ class Settings:
             Refused: If a setting is wrong or does not fit the job.
         """
         self._check_types()
-        for name, known in (("device", DEVICES), ("backend", BACKENDS), ("inject_fault", FAULTS)):
+        for name, known in (
+            ("device", DEVICES),
+            ("backend", BACKENDS),
+            ("inject_fault", FAULTS),
+            ("keep", ("best",)),
+        ):
             value = getattr(self, name)
             if value is not None and value not in known:
                 raise Refused(describe_unknown_name(name, str(value), known))
@@ -325,6 +333,8 @@ class Settings:
         refuse_key_folder(Path(self.allow))
 
     def _check_goal(self, job: Job) -> None:
+        if self.keep and job.test is None:
+            raise Refused(f"keep={self.keep}: job {job.name} has no test set; give it test=...")
         goal = self.goal
         if goal is None:
             return
@@ -335,35 +345,6 @@ class Settings:
                 f"--until {goal}: job {job.name} measures {job.metric_name}; write "
                 f"{job.metric_name}={goal.value:g}"
             )
-
-
-class SettingArguments(TypedDict, total=False):
-    """The fields of `Settings` as keyword arguments of a function."""
-
-    data: str | Path | None
-    device: str
-    backend: str
-    overlap: bool
-    loaders: int
-    save: int | None
-    resume: str | Path | None
-    until: str | Until | None
-    tensorboard: bool
-    trace: str | Path | None
-    memory: str | int | None
-    machine: str | Path | None
-    inject_fault: str | None
-    check: str | float
-    skip_schedule_check: bool
-    skip_first_step_check: bool
-    timeout: float
-    slow: str | None
-    pace: float | None
-    listen: str | None
-    allow: str | Path | None
-    noise_scale: int | None
-    reverse: bool
-    limit: int | None
 
 
 def refuse_old_arguments(function: Callable[P, R]) -> Callable[P, R]:

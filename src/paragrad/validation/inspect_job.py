@@ -35,6 +35,7 @@ from paragrad.engine.probe import Probe, probe_model
 from paragrad.engine.rng.draws import Draws
 from paragrad.engine.state.preserve_state import list_replaced_parameters, preserve_module_state
 from paragrad.errors import Refused, StepFailed, describe_error
+from paragrad.jobs.callback import Callback
 from paragrad.jobs.job import CPU, DTYPES, Job, open_dataset
 from paragrad.jobs.loss import LossModule, call_model, describe_bad_loss
 from paragrad.jobs.precision import convert_model
@@ -243,6 +244,13 @@ def _check_job_fields(job: Job) -> None:
     for name in ("scheduler", "metric", "collate"):
         if getattr(job, name) is not None and not callable(getattr(job, name)):
             raise Refused(f"job {job.name}: {name} must be a function or None")
+    if not isinstance(job.callbacks, list | tuple) or not all(
+        isinstance(each, Callback) for each in job.callbacks
+    ):
+        raise Refused(
+            f"job {job.name}: callbacks must be a list of paragrad.Callback objects, got "
+            f"{job.callbacks!r}"
+        )
     if job.clip_norm is not None and not (
         isinstance(job.clip_norm, int | float) and job.clip_norm > 0
     ):

@@ -636,7 +636,10 @@ def wider() -> nn.Module:
             {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.2, momentum=0.9)},
             "saved with lr of group 0 0.1, and",
         ),
-        ({"scheduler": stepped}, "saved with scheduler None, and job mlp has StepLR"),
+        (
+            {"scheduler": stepped, "scheduler_every": "step"},
+            "saved with scheduler None, and job mlp has StepLR",
+        ),
         ({"clip_norm": 1.0}, "saved with clip_norm None, and job mlp has 1.0"),
         ({"epochs": 0}, "has 3 steps behind it, and job mlp wants 0; give more --epochs"),
         ({"dtype": torch.float64}, "saved with dtype float32"),

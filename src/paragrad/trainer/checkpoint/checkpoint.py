@@ -41,6 +41,8 @@ from paragrad.trainer.checkpoint.checkpoint_files import (
     compute_sha256,
     find_damage,
     list_checkpoint_folders,
+    name_checkpoint,
+    read_best_checkpoint,
     read_folder_step,
     remove_partial_files,
 )
@@ -144,7 +146,7 @@ def _lock_folder(parent: Path) -> Iterator[None]:
 
 
 def _write_checkpoint_folder(snapshot: Snapshot, parent: Path) -> Path:
-    folder = parent / f"checkpoint-{snapshot.step:08}"
+    folder = parent / name_checkpoint(snapshot.step)
     for later in (
         path for path in list_checkpoint_folders(parent) if read_folder_step(path) > snapshot.step
     ):
@@ -167,8 +169,10 @@ def _write_checkpoint_folder(snapshot: Snapshot, parent: Path) -> Path:
     shutil.rmtree(folder, ignore_errors=True)  # an earlier training's checkpoint, or a damaged one
     partial.rename(folder)
     _sync_to_disk(parent)
+    best = read_best_checkpoint(parent)
     for old in list_checkpoint_folders(parent)[KEPT_CHECKPOINTS:]:
-        shutil.rmtree(old, ignore_errors=True)
+        if best is None or old.resolve() != best.folder:
+            shutil.rmtree(old, ignore_errors=True)
     return folder
 
 

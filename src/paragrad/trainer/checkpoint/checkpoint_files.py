@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import warnings
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from paragrad.errors import Refused
+from paragrad.errors import Refused, add_file_name
 from paragrad.record.record import read_lines
 from paragrad.runtime.world import World
 from paragrad.trainer.checkpoint.json_values import decode_json_value
@@ -21,6 +22,7 @@ CHECKPOINT_SCHEMA = 1
 FOLDER_PATTERN = re.compile(r"checkpoint-(\d{8,})")
 CHECKPOINT_FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
 CHECKSUM_FILE = "SHA256SUMS"
+BEST_FILE = "best.json"  # names the checkpoint of the best test of a run
 STRATEGY_FILE = "strategy.safetensors"  # exists only if the strategy keeps state of its own
 
 
@@ -63,6 +65,66 @@ class SavedCheckpoint:
             if trains_clients == ("rounds" in self.state)
             else None
         )
+
+    def list_epoch_records(self) -> list[dict[str, Any]]:
+        """List the record lines of the epochs that the saved run completed, in order."""
+        lines = [
+            line
+            for name in ("rank-0.jsonl", "run.jsonl")
+            for line in read_lines(self.folder.parent / name, spans=False)
+            if line["kind"] == "epoch"
+        ]
+        return sorted(lines, key=lambda line: int(line["epoch"]))
+
+
+@dataclass(frozen=True)
+class BestCheckpoint:
+    """The checkpoint of the best test of a run.
+
+    Attributes:
+        folder: The checkpoint's folder.
+        step: The completed steps.
+        epoch: The epoch after which the test was.
+        metric: The name of the test value.
+        value: The test value.
+    """
+
+    folder: Path
+    step: int
+    epoch: int
+    metric: str
+    value: float
+
+
+def read_best_checkpoint(run: Path) -> BestCheckpoint | None:
+    """Read which checkpoint of a run had the best test.
+
+    Args:
+        run: The folder of the run.
+
+    Returns:
+        The checkpoint; None if the run kept none, or if it was removed.
+    """
+    try:
+        values = json.loads((run / BEST_FILE).read_text())
+        best = BestCheckpoint(**{**values, "folder": (run / values["folder"]).resolve()})
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return best if best.folder.is_dir() else None
+
+
+def write_best_checkpoint(best: BestCheckpoint, run: Path) -> None:
+    """Write which checkpoint had the best test.
+
+    Args:
+        best: The checkpoint.
+        run: The folder of the run.
+    """
+    partial = run / f"{BEST_FILE}.partial"
+    text = json.dumps({**asdict(best), "folder": os.path.relpath(best.folder, run)})
+    with add_file_name(partial):
+        partial.write_text(text)
+    partial.rename(run / BEST_FILE)
 
 
 def find_recorded_epoch(run: Path, epoch: int) -> dict[str, Any] | None:
@@ -145,6 +207,15 @@ def agree_on_newest_checkpoint(world: World, parent: Path) -> SavedCheckpoint:
     return chosen
 
 
+def name_checkpoint(step: int) -> str:
+    """Return the name of the folder of a checkpoint.
+
+    Args:
+        step: The completed steps.
+    """
+    return f"checkpoint-{step:08}"
+
+
 def list_checkpoint_folders(parent: Path) -> list[Path]:
     """List the checkpoint folders below a folder, newest first."""
     return sorted(
@@ -160,7 +231,11 @@ def list_checkpoint_folders(parent: Path) -> list[Path]:
 
 def remove_partial_files(parent: Path) -> None:
     """Remove unfinished checkpoints and models below a folder that no process writes any more."""
-    for left in (*parent.glob("checkpoint-*.partial"), *parent.glob("model.safetensors.partial")):
+    for left in (
+        *parent.glob("checkpoint-*.partial"),
+        *parent.glob("model.safetensors.partial"),
+        parent / f"{BEST_FILE}.partial",
+    ):
         shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
 
 
