@@ -52,6 +52,28 @@ def test_results_are_in_rank_order_and_cores_are_divided(pool: Launcher) -> None
     assert pool.run(who, "x", size=2, threads=3)[0][3] == 3
 
 
+def say(world: World) -> None:
+    print("two lines,", end=" ")
+    print(f"of {world.size}\nranks")
+    print("a warning", file=sys.stderr)
+    world.barrier()
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_printed_lines_carry_the_rank(size: int, capfd: pytest.CaptureFixture[str]) -> None:
+    """Lines of several ranks could not be told apart, and in a pipe the last ones were lost."""
+    with Launcher(size) as ranks:
+        ranks.run(say)
+    printed = capfd.readouterr().err.splitlines()
+    for rank in range(size):
+        prefix = f"rank {rank}: " if size > 1 else ""
+        assert [line for line in printed if line.startswith(prefix)] == [
+            f"{prefix}two lines, of {size}",
+            f"{prefix}ranks",
+            f"{prefix}a warning",
+        ]
+
+
 def test_functions_need_not_be_importable(pool: Launcher) -> None:
     offset = 5
     assert pool.run(lambda world: world.rank + offset, size=3) == [5, 6, 7]

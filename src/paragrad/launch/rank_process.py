@@ -6,16 +6,19 @@ paragrad.launch.rank_process FD`. The socket FD carries pickled tasks and answer
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import multiprocessing
 import os
 import queue
+import re
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TextIO, cast
 
 import cloudpickle
 import torch
@@ -91,7 +94,65 @@ def _receive_messages(
         os._exit(1)
 
 
+class PrefixedStream:
+    """A text stream that begins each line with the same words. It is written line by line.
+
+    Args:
+        stream: The stream to write to.
+        prefix: The words.
+
+    Attributes:
+        stream: As the argument.
+        prefix: As the argument.
+        at_line_start: Whether the next text begins a line.
+    """
+
+    def __init__(self, stream: TextIO, prefix: str) -> None:
+        self.stream = stream
+        self.prefix = prefix
+        self.at_line_start = True
+
+    def write(self, text: str) -> int:
+        """Write a text.
+
+        Args:
+            text: The text.
+
+        Returns:
+            The number of its characters.
+        """
+        for piece in re.findall(r"[^\n]*\n|[^\n]+", text):
+            self.stream.write(self.prefix + piece if self.at_line_start else piece)
+            self.at_line_start = piece.endswith("\n")
+        if self.at_line_start:
+            self.stream.flush()
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+@contextlib.contextmanager
+def _name_printed_lines(rank: int, size: int) -> Iterator[None]:
+    """Begin each line that user code prints with its rank, unless there is only one."""
+    streams = sys.stdout, sys.stderr
+    prefix = f"rank {rank}: " if size > 1 or rank else ""
+    sys.stdout, sys.stderr = (cast(TextIO, PrefixedStream(stream, prefix)) for stream in streams)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = streams
+        for stream in streams:
+            with contextlib.suppress(OSError):  # a full disk, a reader that is gone
+                stream.flush()
+
+
 def _run_task(task: RankTask, launcher: Connection, stop: StopRequest) -> tuple[str, Any]:
+    with _name_printed_lines(task.rank, task.size):
+        return _call_task_function(task, launcher, stop)
+
+
+def _call_task_function(task: RankTask, launcher: Connection, stop: StopRequest) -> tuple[str, Any]:
     torch.set_num_threads(task.threads)
     try:
         job_files.run_job_files(task.job_files)
