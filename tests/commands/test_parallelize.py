@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import os
 import shutil
 import subprocess
@@ -881,3 +882,51 @@ def checked_steps(world: World, strategy: str) -> list[int]:
 def test_a_loop_of_ones_own_compares_later_steps(pool: Launcher, strategy: str) -> None:
     """Only the loss was compared after the first step, and of a divided model nothing."""
     assert pool.run(checked_steps, strategy, size=2) == [[0, 1, 3, 5, 7]] * 2
+
+
+# ---- the folder of checkpoints -----------------------------------------------------------------
+def run_loop(folder: Path, steps: int, load: bool = False, overwrite: bool = False) -> int:
+    """Train some steps in a loop of one's own, save at the end, and return the number of steps."""
+    torch.manual_seed(0)
+    model = nn.Linear(10, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pg.parallelize(
+        model,
+        nn.functional.cross_entropy,
+        optimizer,
+        strategy="serial",
+        folder=folder,
+        overwrite=overwrite,
+    ) as trainer:
+        if load:
+            trainer.load(folder)
+        for inputs, target in itertools.islice(trainer.batches(VECTORS, 4, epoch=0), steps):
+            trainer.step(inputs, target)
+        trainer.save()
+        return trainer.steps
+
+
+def test_full_folder_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    """After hours, the first save said that another training was saved there."""
+    assert run_loop(tmp_path, 5) == 5
+    with pytest.raises(pg.Refused, match="checkpoint-00000005 is of another training; go on from"):
+        run_loop(tmp_path, 2)
+    assert run_loop(tmp_path, 2, load=True) == 7
+    assert run_loop(tmp_path, 2, overwrite=True) == 2
+    assert [each.name for each in tmp_path.glob("checkpoint-*")] == ["checkpoint-00000002"]
+
+
+def test_save_wants_a_folder_and_can_overwrite(tmp_path: Path) -> None:
+    run_loop(tmp_path, 5)
+    model = nn.Linear(10, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pg.parallelize(
+        model, nn.functional.cross_entropy, optimizer, strategy="serial"
+    ) as trainer:
+        trainer.step(*next(iter(trainer.batches(VECTORS, 4, epoch=0))))
+        with pytest.raises(pg.Refused, match=r"trainer\.save\(\) wants a folder"):
+            trainer.save()
+        with pytest.raises(pg.StepFailed, match=r"or remove it \(trainer\.save\(folder, overwrite"):
+            trainer.save(tmp_path)
+        trainer.save(tmp_path, overwrite=True)
+    assert [each.name for each in tmp_path.glob("checkpoint-*")] == ["checkpoint-00000001"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,6 +58,8 @@ def parallelize(
     timeout: float = DEFAULT_TIMEOUT,
     check: str | float = "1%",
     skip_first_step_check: bool = False,
+    folder: str | Path | None = None,
+    overwrite: bool = False,
 ) -> Iterator[Trainer]:
     """One rank of a strategy over the user's own model, loss and optimizer; a context manager.
 
@@ -103,6 +106,11 @@ def parallelize(
 
         skip_first_step_check: compare no step with one worker's, and train on all the same.
 
+        folder: where `trainer.save()` writes. If it has checkpoints that `trainer.load` did not
+            load, the first step refuses it.
+
+        overwrite: remove such checkpoints when the training saves.
+
     Yields:
         The trainer.
 
@@ -144,6 +152,8 @@ def parallelize(
         trainer = Trainer(
             world, model, loss, optimizer, resolved, options, scheduler, initial_model
         )
+        if folder is not None:
+            trainer.use_folder(folder, overwrite)
         training = trainer.training
         try:
             yield trainer

@@ -27,6 +27,7 @@ from paragrad.engine.optimizer.modes import use_optimizer_eval_mode
 from paragrad.engine.passes import enter_pass_contexts
 from paragrad.engine.probe import use_model_eval_mode
 from paragrad.engine.state.shared_initialization import InitialModel, build_shared_model
+from paragrad.errors import Refused
 from paragrad.jobs.job import TRAINED_MODELS, Job
 from paragrad.jobs.loss import Loss
 from paragrad.runtime.world import CPU, World
@@ -34,7 +35,10 @@ from paragrad.strategies.shares import Division
 from paragrad.strategies.strategy import Strategy
 from paragrad.trainer.batch import make_rank_batch
 from paragrad.trainer.checkpoint import trainer_snapshot
-from paragrad.trainer.checkpoint.checkpoint_files import agree_on_newest_checkpoint
+from paragrad.trainer.checkpoint.checkpoint_files import (
+    agree_on_newest_checkpoint,
+    list_checkpoint_folders,
+)
 from paragrad.trainer.checks.step_checker import StepChecker
 from paragrad.trainer.evaluation import Metric, choose_evaluation_batch, evaluate_dataset
 from paragrad.trainer.evaluation_batches import choose_test_batch
@@ -75,6 +79,10 @@ class Trainer:
         checker: Sets up the exchange, and compares steps with one worker's.
 
         pace: The pace of this rank.
+
+        folder: Where the user's own loop saves, or None.
+
+        overwrites: Whether saving there removes checkpoints of later steps.
     """
 
     def __init__(
@@ -97,6 +105,8 @@ class Trainer:
             SlowRanks(), options.seed, world.rank, world.device.type != "cpu"
         )
         self.training.adopt_checker(self.checker)
+        self.folder: Path | None = None
+        self.overwrites = False
         if strategy.adapts_shares or self.pace.slow_ranks != SlowRanks():
             self.training.add_observer(PaceObserver(self.training, self.pace))
         if options.noise_interval:
@@ -287,7 +297,11 @@ class Trainer:
 
         Raises:
             StepFailed: With the step and the tensor.
+
+            Refused: The folder of `parallelize` has checkpoints of another training.
         """
+        if self.folder is not None and not self.steps and not self.overwrites:
+            self._refuse_full_folder(self.folder)
         return self.training.make_step(inputs, target)
 
     def check_next_step(self) -> None:
@@ -435,16 +449,58 @@ class Trainer:
             return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def save(
-        self, folder: str | Path, identity: dict[str, Any] | None = None, **extra_state: Any
+        self,
+        folder: str | Path | None = None,
+        identity: dict[str, Any] | None = None,
+        *,
+        overwrite: bool = False,
+        **extra_state: Any,
     ) -> None:
         """Write a checkpoint of this step below a folder; the previous one is kept. Collective.
 
         Args:
-            folder: The folder below which the checkpoint is written.
+            folder: The folder below which the checkpoint is written; None for that of
+                `parallelize`.
+
             identity: The identity of the Job; None for the user's own loop.
+
+            overwrite: Whether checkpoints of later steps, which another training left there, are
+                removed.
+
             **extra_state: Further entries of state.json, as in Snapshot.
+
+        Raises:
+            Refused: There is no folder.
+
+            StepFailed: The folder has a checkpoint of a later step.
         """
-        trainer_snapshot.save_snapshot(self.training, Path(folder), identity, extra_state)
+        folder = folder or self.folder
+        if folder is None:
+            raise Refused("trainer.save() wants a folder: give it here, or to pg.parallelize")
+        trainer_snapshot.save_snapshot(
+            self.training, Path(folder), identity, extra_state, overwrite or self.overwrites
+        )
+
+    def use_folder(self, folder: str | Path, overwrite: bool = False) -> None:
+        """Save into this folder from here on.
+
+        The first step refuses a folder with checkpoints that this training has not loaded.
+
+        Args:
+            folder: The folder.
+            overwrite: Whether such checkpoints are removed when the training saves.
+        """
+        self.folder = Path(folder)
+        self.overwrites = overwrite
+
+    def _refuse_full_folder(self, folder: Path) -> None:
+        """Refuse a folder with checkpoints that this training has not loaded. Collective."""
+        newest = self.world.broadcast_object(next(iter(list_checkpoint_folders(folder)), None))
+        if newest is not None:
+            raise Refused(
+                f"{newest} is of another training; go on from it (trainer.load(folder)), give "
+                "another folder, or overwrite=True"
+            )
 
     def load(self, folder: str | Path) -> None:
         """Resume from the newest undamaged checkpoint below a folder, saved under any strategy.

@@ -104,12 +104,13 @@ class Snapshot:
         ]
 
 
-def save_checkpoint(snapshot: Snapshot, parent: Path) -> Path:
+def save_checkpoint(snapshot: Snapshot, parent: Path, overwrite: bool = False) -> Path:
     """Write a snapshot below a folder. Called on rank 0; replicas are equal.
 
     Args:
         snapshot: The snapshot.
         parent: The folder below which the checkpoint is written.
+        overwrite: Whether checkpoints of later steps are removed.
 
     Returns:
         The checkpoint's folder.
@@ -121,7 +122,7 @@ def save_checkpoint(snapshot: Snapshot, parent: Path) -> Path:
     """
     parent.mkdir(parents=True, exist_ok=True)
     with _lock_folder(parent):
-        return _write_checkpoint_folder(snapshot, parent)
+        return _write_checkpoint_folder(snapshot, parent, overwrite)
 
 
 @contextlib.contextmanager
@@ -145,15 +146,16 @@ def _lock_folder(parent: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _write_checkpoint_folder(snapshot: Snapshot, parent: Path) -> Path:
+def _write_checkpoint_folder(snapshot: Snapshot, parent: Path, overwrite: bool) -> Path:
     folder = parent / name_checkpoint(snapshot.step)
     for later in (
         path for path in list_checkpoint_folders(parent) if read_folder_step(path) > snapshot.step
     ):
-        if find_damage(later) is None:
+        if not overwrite and find_damage(later) is None:
             raise StepFailed(
                 f"{later} is there, of a later step: another training was saved in {parent}; load "
-                "it and go on from it, or save elsewhere"
+                "it and go on from it, save elsewhere, or remove it (trainer.save(folder, "
+                "overwrite=True))"
             )
         shutil.rmtree(later)
     # A killed training may have left unfinished files.

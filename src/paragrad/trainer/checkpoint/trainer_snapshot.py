@@ -55,6 +55,7 @@ def save_snapshot(
     folder: Path,
     identity: dict[str, Any] | None = None,
     extra_state: dict[str, Any] | None = None,
+    overwrite: bool = False,
 ) -> None:
     """Write a checkpoint of the effective weights of this step below a folder.
 
@@ -68,6 +69,8 @@ def save_snapshot(
         identity: The identity of the Job; None for the user's own loop.
 
         extra_state: Further entries of state.json, as in Snapshot.
+
+        overwrite: Whether checkpoints of later steps, of another training, are removed.
 
     Raises:
         StepFailed: If the optimizer keeps values for which a checkpoint has no place.
@@ -83,7 +86,7 @@ def save_snapshot(
         snapshot = take_snapshot(training, identity, extra_state)
         world.barrier()  # Every rank's record must contain the step of the checkpoint.
         if world.rank == 0:
-            checkpoint.save_checkpoint(snapshot, folder)
+            checkpoint.save_checkpoint(snapshot, folder, overwrite)
         world.barrier()
 
 
