@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 from torch.utils.data._utils import worker
 
+from paragrad.datasets.sampler import RepeatedIndex
 from paragrad.errors import Refused, StepFailed, describe_error
 from paragrad.runtime.generators import fingerprint_generators, keep_generators, seed_generators
 from paragrad.runtime.timeout import limit_time
@@ -131,7 +132,8 @@ class Samples:
         """
         drawn = []
         for index in indices:
-            seed_generators(f"sample {self.seed} {epoch} {index}")
+            repeated = f" {index.occurrence}" if isinstance(index, RepeatedIndex) else ""
+            seed_generators(f"sample {self.seed} {epoch} {index}{repeated}")
             with limit_time(self.sample_timeout, f"sample {index} of the dataset was not there"):
                 drawn.append(self._read_sample(index))
         seed_generators(f"collate {self.seed} {epoch} {indices[0]}")

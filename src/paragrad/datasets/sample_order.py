@@ -1,6 +1,7 @@
 """The exact order of samples, a pure function of (seed, epoch, index).
 
-The order does not depend on the number of workers.
+The order does not depend on the number of workers. A sampler of the user may give it
+(`datasets/sampler.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import Any
 
 import numpy
 
-from paragrad.errors import Refused
+from paragrad.datasets.sampler import SamplerOrder, SamplerOrFunction
+from paragrad.errors import Refused, StepFailed
 from paragrad.runtime.launcher_env import read_available_memory
 
 # memory for making an order: key 8, index 8, sorting 4, and 8 for the order of the previous epoch
@@ -23,7 +25,7 @@ MAX_SAMPLES = 10**10  # at a million samples a second, one pass takes nearly thr
 
 @dataclass(frozen=True, slots=True)
 class SampleOrder:
-    """An order that contains each sample once per epoch, in batches.
+    """An order that contains each sample once per epoch, or what a sampler gives, in batches.
 
     Attributes:
         samples: The number of samples of an epoch.
@@ -31,11 +33,34 @@ class SampleOrder:
         batch: The number of samples of a batch; the last batch of an epoch may be shorter.
 
         seed: The seed of the order.
+
+        sampler: The order of a sampler; None for each sample once.
     """
 
     samples: int
     batch: int
     seed: int
+    sampler: SamplerOrder | None = None
+
+    @classmethod
+    def build(
+        cls, samples: int, batch: int, seed: int, sampler: SamplerOrFunction | None = None
+    ) -> SampleOrder:
+        """Build the order of a dataset.
+
+        Args:
+            samples: The number of samples of the dataset.
+            batch: The number of samples of a batch.
+            seed: The seed of the order.
+            sampler: The sampler, or None.
+
+        Raises:
+            Refused: The sampler gives something else than indices.
+        """
+        if sampler is None:
+            return cls(samples, batch, seed)
+        order = SamplerOrder(sampler, seed)
+        return cls(len(order.draw_indices(0)), batch, seed, order)
 
     @property
     def steps(self) -> int:
@@ -75,6 +100,13 @@ class SampleOrder:
         Returns:
             The indices of the samples in the dataset.
         """
+        if self.sampler is not None:
+            if (count := len(self.sampler.draw_indices(epoch))) != self.samples:
+                raise StepFailed(
+                    f"the sampler gives {count} samples in epoch {epoch} and {self.samples} in the "
+                    "first; let all epochs have as many"
+                )
+            return self.sampler.list_samples(epoch, positions)
         order = permute_samples(self.samples, self.seed, epoch)
         indices: list[int] = order[positions.start : positions.stop].tolist()
         return indices

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from paragrad.datasets.loading import Collate, Dataset, Samples
 from paragrad.datasets.sample_order import SampleOrder
+from paragrad.datasets.sampler import SamplerOrFunction
 from paragrad.errors import Refused, StepFailed
 from paragrad.jobs.callback import Callback
 from paragrad.jobs.loss import Loss, convert_loss
@@ -66,6 +67,9 @@ class Job:
 
         collate: A function from samples to a batch, where torch's own does not suffice.
 
+        sampler: Which samples an epoch has: f(epoch, generator) -> indices, or a torch Sampler.
+            None: each sample once, in random order.
+
         callbacks: What the run calls at its beginning, after steps and tests, and at its end
             (`paragrad.Callback`).
 
@@ -97,6 +101,7 @@ class Job:
     metric: Callable[[Any, Any], tuple[Any, Any]] | None = None
     dtype: torch.dtype = torch.float32
     collate: Collate | None = None
+    sampler: SamplerOrFunction | None = None
     callbacks: Sequence[Callback] = ()
     scale_lr: str | None = None
     warm_up: float = 0.0
@@ -200,12 +205,12 @@ class Job:
         """Make the order of samples for a dataset of this length.
 
         Args:
-            samples: The number of samples.
+            samples: The number of samples of the dataset.
 
         Returns:
             The order.
         """
-        return SampleOrder(samples, self.batch, self.seed)
+        return SampleOrder.build(samples, self.batch, self.seed, self.sampler)
 
 
 def accuracy(output: Tensor, target: Tensor) -> tuple[float, int]:

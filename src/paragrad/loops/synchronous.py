@@ -309,6 +309,7 @@ class TrainingLoop(BatchLoop[int]):
             segment,
             start=self.start[1] if segment == self.start[0] else 0,
             loaders=self.validated_run.settings.loaders,
+            sampler=self.validated_run.job.sampler,
         )
         try:
             return self.train_batches(segment, batches)

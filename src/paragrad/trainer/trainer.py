@@ -23,6 +23,7 @@ from paragrad.datasets.loading import (
     wrap_collate_if_needed,
 )
 from paragrad.datasets.sample_order import SampleOrder
+from paragrad.datasets.sampler import SamplerOrFunction, check_sampler
 from paragrad.engine.optimizer.modes import use_optimizer_eval_mode
 from paragrad.engine.passes import enter_pass_contexts
 from paragrad.engine.probe import use_model_eval_mode
@@ -206,7 +207,14 @@ class Trainer:
 
     # ---- batches and steps -------------------------------------------------------------------
     def batches(
-        self, dataset: Dataset, batch: int, epoch: int, *, start: int = 0, loaders: int = 0
+        self,
+        dataset: Dataset,
+        batch: int,
+        epoch: int,
+        *,
+        start: int = 0,
+        loaders: int = 0,
+        sampler: SamplerOrFunction | None = None,
     ) -> Iterator[Any]:
         """Return this rank's part of every global batch of an epoch, in the exact order.
 
@@ -224,13 +232,17 @@ class Trainer:
 
             loaders: The number of processes that load ahead.
 
+            sampler: Which samples the epoch has, as in `Job`.
+
         Returns:
             An iterator of (inputs, target), or of dicts if the samples are dicts.
         """
         refuse_loader(dataset, "the dataset")
         training, state = self.training, self.training.state
-        order = SampleOrder(len(dataset), batch, training.seed)
-        state.use_batch_size(min(batch, len(dataset)))
+        if sampler is not None and not training.options.is_validated:
+            check_sampler(sampler, training.seed, len(dataset), epoch + 1)
+        order = SampleOrder.build(len(dataset), batch, training.seed, sampler)
+        state.use_batch_size(min(batch, order.samples))
         self.strategy.refuse_small_batch(min(batch, order.samples), self.strategy)
         if self.strategy.adapts_shares:
             state.use_division(

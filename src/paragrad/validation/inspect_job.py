@@ -24,6 +24,7 @@ from paragrad.datasets.loading import (
     separate_target,
 )
 from paragrad.datasets.sample_order import SampleOrder, refuse_endless_dataset
+from paragrad.datasets.sampler import check_sampler
 from paragrad.engine import batch_norm
 from paragrad.engine.loss_additivity import (
     MAX_SAMPLES,
@@ -60,7 +61,7 @@ class JobInspection:
     """What validation found out about a job.
 
     Attributes:
-        samples: The number of training samples.
+        samples: The number of training samples of an epoch.
 
         test_samples: The number of test samples.
 
@@ -135,13 +136,18 @@ def inspect_job(job: Job, data: Path | None = None) -> JobInspection:
     _check_job_fields(job)
     train = _open_dataset(job, "train", data)
     test = _open_dataset(job, "test", data) if job.test is not None else None
-    if job.batch > len(train):
+    if job.sampler is not None:
+        _call_job_function(
+            job, "sampler", lambda: check_sampler(job.sampler, job.seed, len(train), job.epochs)
+        )
+    order = job.make_order(len(train))
+    if job.batch > order.samples:
         warnings.warn(
-            f"job {job.name}: the batch of {job.batch} is larger than the {len(train)} samples of "
-            "train, so each step takes all of them",
+            f"job {job.name}: the batch of {job.batch} is larger than the {order.samples} samples "
+            "of train, so each step takes all of them",
             stacklevel=2,
         )
-    job, rate_scaling = adapt_scheduler(job, len(train))
+    job, rate_scaling = adapt_scheduler(job, order.samples)
     model = _call_job_function(job, "model", job.build_model)
     lazy_inputs = None
     if list_lazy_tensors(model):
@@ -173,10 +179,10 @@ def inspect_job(job: Job, data: Path | None = None) -> JobInspection:
         if isinstance(value, Tensor)
     }
     facts = JobInspection(
-        len(train),
+        order.samples,
         len(test) if test is not None else 0,
         sum(map(Tensor.numel, trainable)),
-        job.make_order(len(train)),
+        order,
         shapes,
         describe_initial_training(job, model, optimizer, scheduler),
         probe,

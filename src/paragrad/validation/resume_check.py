@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import warnings
+import zlib
 from pathlib import Path
 from typing import Any
 
 from paragrad.datasets.clients import ClientRounds
+from paragrad.datasets.sample_order import SampleOrder
 from paragrad.errors import Refused
 from paragrad.jobs.job import Job
 from paragrad.runtime.rendezvous import get_launched_size
@@ -30,10 +32,27 @@ def build_job_identity(job: Job, inspection: JobInspection) -> dict[str, Any]:
         "batch": job.batch,
         "samples": inspection.samples,
         "dtype": str(job.parameter_dtype).removeprefix("torch."),
+        **describe_sampler(inspection.order),
         **inspection.initial_training,
         **checkpoint.describe_shapes(inspection.shapes),
         INITIAL_LOSS_KEY: inspection.first_loss,
     }
+
+
+def describe_sampler(order: SampleOrder) -> dict[str, Any]:
+    """Describe the sampler that gives an order, by the samples of the first epoch.
+
+    Args:
+        order: The order.
+
+    Returns:
+        {"sampler": name and checksum}; empty without a sampler.
+    """
+    if order.sampler is None:
+        return {}
+    sampler = order.sampler.sampler
+    name = getattr(sampler, "__name__", type(sampler).__name__)
+    return {"sampler": f"{name} {zlib.crc32(order.sampler.draw_indices(0).tobytes()):08x}"}
 
 
 def find_checkpoint(

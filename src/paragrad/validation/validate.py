@@ -237,6 +237,11 @@ def validate_run(
                 )
             )
         refuse_host_port(parse_host_port("--listen", settings.listen), 1 + resolved.servers)
+    if resolved.trains_clients and job.sampler is not None:
+        raise Refused(
+            f"{requested}: each client has samples and an order of its own, so nothing asks the "
+            "job's sampler; leave it out"
+        )
     if settings.noise_scale and (reason := explain_no_measurement(resolved)):
         raise Refused(f"{requested}: the gradient noise scale {reason}")
     backend = choose_backend(settings, resolved.size)
