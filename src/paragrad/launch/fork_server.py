@@ -203,18 +203,18 @@ class ForkServer:
         Returns:
             None in the server; the rank's socket in a forked child.
         """
-        _, (link, status, errors), *_ = socket.recv_fds(self.launcher, 1, 3)
-        for descriptor in (link, status, errors):
+        _, (link, status, errors, stdin), *_ = socket.recv_fds(self.launcher, 1, 4)
+        for descriptor in (link, status, errors, stdin):
             os.set_inheritable(descriptor, False)
         status_socket = socket.socket(fileno=status)
         server = os.getpid()
-        pid = os.fork() if self.can_fork else spawn_rank(link, errors)
+        pid = os.fork() if self.can_fork else spawn_rank(link, errors, stdin)
         if not pid:
             status_socket.close()
-            self.prepare_child(server, errors)
+            self.prepare_child(server, errors, stdin)
             return link
-        os.close(link)
-        os.close(errors)
+        for descriptor in (link, errors, stdin):
+            os.close(descriptor)
         with contextlib.suppress(OSError):  # the child does it too; either can be first
             os.setpgid(pid, pid)
         self.status_sockets[pid] = status_socket
@@ -226,7 +226,7 @@ class ForkServer:
                 status_socket.sendall(NUMBER_FORMAT.pack(pid))
         return None
 
-    def prepare_child(self, server: int, errors: int) -> None:
+    def prepare_child(self, server: int, errors: int, stdin: int) -> None:
         """Detach a forked child from the server's state.
 
         The child dies with the server, has a process group of its own, and closes what belongs to
@@ -235,6 +235,7 @@ class ForkServer:
         Args:
             server: The pid of the server.
             errors: The descriptor of the launcher's standard error.
+            stdin: The descriptor of the launcher's standard input, which a debugger reads.
         """
         exit_with_parent(server)
         os.setpgid(0, 0)
@@ -246,9 +247,11 @@ class ForkServer:
         for descriptor in (self.wakeup_reader, self.wakeup_writer, self.parent_pidfd):
             if descriptor is not None:
                 os.close(descriptor)
+        os.dup2(stdin, 0)
         os.dup2(errors, 1)
         os.dup2(errors, 2)
         os.close(errors)
+        os.close(stdin)
         # numpy's generator is a copy, equal in all ranks; Python seeds its own again after a fork
         if random := sys.modules.get("numpy.random"):
             random.seed()
@@ -270,12 +273,13 @@ class ForkServer:
             os.waitpid(pid, 0)
 
 
-def spawn_rank(link: int, errors: int) -> int:
+def spawn_rank(link: int, errors: int, stdin: int) -> int:
     """Start a rank in a fresh Python, where this process cannot fork.
 
     Args:
         link: The descriptor of the rank's socket.
         errors: The descriptor of the launcher's standard error.
+        stdin: The descriptor of the launcher's standard input.
 
     Returns:
         The pid of the rank.
@@ -286,7 +290,11 @@ def spawn_rank(link: int, errors: int) -> int:
         [sys.executable, "-m", "paragrad.launch.rank_process", str(link)],
         os.environ,
         setpgroup=0,
-        file_actions=[(os.POSIX_SPAWN_DUP2, errors, 1), (os.POSIX_SPAWN_DUP2, errors, 2)],
+        file_actions=[
+            (os.POSIX_SPAWN_DUP2, stdin, 0),
+            (os.POSIX_SPAWN_DUP2, errors, 1),
+            (os.POSIX_SPAWN_DUP2, errors, 2),
+        ],
     )
 
 

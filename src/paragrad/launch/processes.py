@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -199,8 +200,15 @@ class RankProcess:
         self.status_socket, status_end = socket.socketpair()
         self.socket = Connection(own_end.detach())
         # if the server has ended, `finish_start` reports how
-        with rank_end, status_end, contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            socket.send_fds(server.socket, [b"+"], [rank_end.fileno(), status_end.fileno(), 2])
+        with (
+            rank_end,
+            status_end,
+            _open_standard_input() as stdin,
+            contextlib.suppress(BrokenPipeError, ConnectionResetError),
+        ):
+            socket.send_fds(
+                server.socket, [b"+"], [rank_end.fileno(), status_end.fileno(), 2, stdin]
+            )
 
     def finish_start(self) -> None:
         """Wait until the process has started, and send it the state that a child would inherit.
@@ -313,6 +321,21 @@ def describe_exit_code(code: int) -> str:
         code: The exit code; minus the number of the signal that killed the process.
     """
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+
+@contextlib.contextmanager
+def _open_standard_input() -> Iterator[int]:
+    """Give the descriptor of the standard input, or of an empty one if it is closed."""
+    try:
+        os.fstat(0)
+    except OSError:
+        descriptor = os.open(os.devnull, os.O_RDONLY)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+    else:
+        yield 0
 
 
 def _copy_environment() -> dict[str, str]:

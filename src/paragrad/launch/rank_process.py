@@ -25,6 +25,7 @@ import torch
 
 from paragrad.errors import RankFailed, StepFailed
 from paragrad.launch import job_files
+from paragrad.launch.debugger import handle_breakpoints
 from paragrad.launch.protocol import ProcessSetup, RankTask, StopMessage, TaskFailure
 from paragrad.runtime import allocator
 from paragrad.runtime.rendezvous import join_world
@@ -38,6 +39,8 @@ def serve_tasks(launcher: Connection) -> None:
     Args:
         launcher: The connection to the launcher.
     """
+    # the launcher's standard input is for a debugger alone
+    sys.stdin = open(os.devnull)  # noqa: SIM115
     # these signals also reach the launcher, which ends its ranks or lets them save
     for sent in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sent, signal.SIG_IGN)
@@ -148,7 +151,14 @@ def _name_printed_lines(rank: int, size: int) -> Iterator[None]:
 
 
 def _run_task(task: RankTask, launcher: Connection, stop: StopRequest) -> tuple[str, Any]:
-    with _name_printed_lines(task.rank, task.size):
+    def stop_progress() -> None:
+        if task.has_reports:
+            launcher.send(("report", {"step": 0, "steps": 0, "debugging": True}))
+
+    with (
+        _name_printed_lines(task.rank, task.size),
+        handle_breakpoints(task.size, stop_progress),
+    ):
         return _call_task_function(task, launcher, stop)
 
 

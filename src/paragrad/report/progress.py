@@ -76,6 +76,9 @@ class ProgressDisplay:
         task = self.bars.add_task(name, total=None, value="")
 
         def report(state: dict[str, Any]) -> None:
+            if "debugging" in state:
+                self.bars.stop()
+                return
             self._print_test(name, state)
             self.bars.update(
                 task, completed=state["step"], total=state["steps"], value=format_step_value(state)
@@ -100,7 +103,7 @@ class ProgressDisplay:
         def report(state: dict[str, Any]) -> None:
             nonlocal last
             self._print_test(name, state)
-            if "test" in state:
+            if "test" in state or "debugging" in state:
                 return
             if state["step"] == state["steps"] or time.monotonic() - last > LINE_INTERVAL:
                 last = time.monotonic()

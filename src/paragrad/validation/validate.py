@@ -25,6 +25,7 @@ from paragrad.executors.proof import GOALS, check_schedule
 from paragrad.jobs.job import CPU, Job, open_dataset
 from paragrad.jobs.loss import LossModule
 from paragrad.launch import Launcher, job_files
+from paragrad.launch.debugger import refuse_breakpoints
 from paragrad.notation.choices import Integer, IntegerList
 from paragrad.parallel.registry import (
     has_model_shards,
@@ -208,7 +209,8 @@ def validate_run(
     settings.check_settings(job)
     environment = detect_environment(settings)
     resolved = resolve_and_check_strategy(requested, environment)
-    inspection = inspection or inspect_job(job, settings.folder)
+    with refuse_breakpoints(resolved.size):
+        inspection = inspection or inspect_job(job, settings.folder)
     job = inspection.prepare_job(job)
     inspected = InspectedJob(job, inspection, settings.folder, settings.limit)
     with convert_strategy_errors(requested):
