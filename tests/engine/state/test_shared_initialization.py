@@ -250,3 +250,25 @@ def test_whole_model_is_on_a_host_once(pool: Launcher, unchecked: bool) -> None:
     # of every rank its part, and the gradients
     assert sum(after) <= 2.2 * WHOLE + 4 * OF_MKL
     assert max(after) <= 0.6 * WHOLE + OF_MKL
+
+
+class Observed(nn.Module):
+    """As an observer of quantization-aware training: its first forward gives a buffer its size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(10, 8)
+        self.last = nn.Linear(8, 4)
+        self.register_buffer("largest", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        with torch.no_grad():
+            self.largest.resize_(8).copy_(x.detach().amax(0))
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+def test_buffer_that_is_resized_is_named(tmp_path: Path) -> None:
+    """torch said: Trying to resize storage that is not resizable."""
+    with pytest.raises(pg.RankFailed, match=r"largest.*had another one when the model was cut"):
+        pg.train(make_job("observed", Observed, VECTORS), "place(2)", runs=tmp_path)

@@ -184,6 +184,27 @@ class Odd(nn.Module):
 ODD["odd parameters"] = Odd
 
 
+class SavedHead(nn.Module):
+    """As PEFT's modules_to_save: a tied head that is kept and not called, and its trained copy.
+
+    There was a KeyError of the tied weight: the unit that held it broke the tie.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(10, 4, bias=False)
+        self.outer = nn.Linear(4, 10, bias=False)
+        self.kept = nn.Linear(10, 4, bias=False)
+        self.kept.weight = self.inner.weight
+        self.copied = nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.copied(torch.tanh(self.outer(self.inner(x))))  # type: ignore[no-any-return]
+
+
+ODD["a tied weight whose copy is trained"] = SavedHead
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ODD)
 def test_unusual_models_equal_serial(pool: Launcher, name: str) -> None:

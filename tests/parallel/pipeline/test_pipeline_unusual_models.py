@@ -670,3 +670,25 @@ def test_spectral_norm_in_micro_batches(tmp_path: Path) -> None:
         match=r"every forward changes the buffer 1\.parametrizations.weight.0._[uv] .* micro=1",
     ):
         pg.train(make_job("spectral", spectral, VECTORS), "pipeline(2, micro=4)", runs=tmp_path)
+
+
+class Jagged(nn.Module):
+    """Packs rows of unequal length into a jagged tensor, which torch's counter cannot run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(1, 8)
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = [row[: 7 if row[0] > 0 else 3, None] for row in x]
+        packed = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+        hidden = torch.relu(self.first(packed))
+        return self.last(torch.stack([row.mean(0) for row in hidden.unbind()]))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("strategy", ["place(2)", "pipeline(2, micro=2)"])
+def test_jagged_tensors_are_refused_in_one_sentence(strategy: str) -> None:
+    """A TypeError of the operation counter: Multiple dispatch failed."""
+    with pytest.raises(pg.Refused, match=r"train it without cutting it|train it with data"):
+        validate_run(make_job("jagged", Jagged, VECTORS), strategy)

@@ -43,6 +43,9 @@ from paragrad.shm.region import (
     read_boot_id,
 )
 
+# Smaller storages belong to each rank: a forward may resize them (observers of quantization do),
+# and memory that is mapped cannot be resized.
+SHARED_BYTES = 4096
 # offset of the pickle in the shared memory; the storages follow it
 PICKLE_OFFSET = align_to_cache_line(TOKEN_BYTES)
 
@@ -323,10 +326,16 @@ def _offer_model(model: nn.Module, with_modules: bool) -> tuple[CreatedRegion | 
 def _move_storage(
     storage: UntypedStorage, place: Tensor, mapped: UntypedStorage, users: dict[int, list[Tensor]]
 ) -> None:
-    """Move the bytes of a storage to another place, and the tensors that use it."""
+    """Copy the bytes of a storage to another place; if it is large, move its tensors there."""
     place.copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
-    for tensor in users.pop(storage._cdata, ()):
+    for tensor in users.pop(storage._cdata, ()) if len(place) >= SHARED_BYTES else ():
         _rebind_tensor(tensor, mapped)
+
+
+def _open_storage(region: SharedRegion, offset: int, size: int) -> UntypedStorage:
+    """Return the bytes of a storage in shared memory: mapped if it is large, otherwise copied."""
+    storage = region.make_storage(offset, size)
+    return storage if size >= SHARED_BYTES else storage.clone()
 
 
 def _unpickle_offered_model(offer: Offer) -> nn.Module:
@@ -338,7 +347,7 @@ def _unpickle_offered_model(offer: Offer) -> nn.Module:
         raise RuntimeError(offer.reason)
     region = open_region(offer.address, private=True)
     storages = [
-        region.make_storage(*each)
+        _open_storage(region, *each)
         for each in zip(
             compute_offsets(PICKLE_OFFSET + offer.pickle_bytes, offer.storage_sizes),
             offer.storage_sizes,
@@ -389,7 +398,7 @@ def _adopt_values(model: nn.Module, offer: Offer) -> bool:
     except RuntimeError:
         return False
     new_storages = {
-        each._cdata: region.make_storage(offset, each.nbytes())
+        each._cdata: _open_storage(region, offset, each.nbytes())
         for each, offset in zip(storages, offsets, strict=False)
     }
     for tensor in _list_host_tensors(model):

@@ -135,6 +135,7 @@ def find_fsdp_units(model: nn.Module, forward: Callable[..., Any]) -> list[str]:
         forward()
         calls = list(uses.calls)
         forward(without_autocast=True)
+    unfit_modules = uses.unfit_modules | _find_divided_ties(model)
     call_counts = Counter(calls)
     total = sum(each.numel() for each in model.parameters())
     units: dict[nn.Module, str] = {}
@@ -150,7 +151,7 @@ def find_fsdp_units(model: nn.Module, forward: Callable[..., Any]) -> list[str]:
             count
             and name
             and call_counts[module] == 1
-            and module not in uses.unfit_modules
+            and module not in unfit_modules
             and (count * MAX_UNIT_DIVISOR <= total or not children)
         ):
             units.setdefault(module, name)
@@ -166,6 +167,27 @@ def find_fsdp_units(model: nn.Module, forward: Callable[..., Any]) -> list[str]:
             rest += size
             del units[module]
     return [units[module] for module in calls if module in units]
+
+
+def _find_divided_ties(model: nn.Module) -> set[nn.Module]:
+    """Find the modules that hold a tied parameter and not all modules that it belongs to.
+
+    As a unit, such a module would break the tie, also if the others are never called.
+
+    Args:
+        model: The model.
+    """
+    owners: dict[nn.Parameter, set[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(parameter, set()).add(module)
+    ties = [modules for modules in owners.values() if len(modules) > 1]
+    divided = set()
+    for module in model.modules() if ties else ():
+        inside = set(module.modules())
+        if any(modules & inside and modules - inside for modules in ties):
+            divided.add(module)
+    return divided
 
 
 def select_common_units(unit_lists: list[list[str]]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -323,6 +324,9 @@ def resolve_module_name(model: nn.Module, name: str) -> str:
 def record_module_calls(model: nn.Module, example: Any) -> ModuleCall:
     """Record every call of a module in a forward.
 
+    torch's counter cannot run some models (jagged nested tensors). Then the elements of a module's
+    parameters stand for its work.
+
     Args:
         model: The model.
         example: Inputs of some samples.
@@ -332,6 +336,45 @@ def record_module_calls(model: nn.Module, example: Any) -> ModuleCall:
 
     Raises:
         StepFailed: The forward failed without gradients.
+    """
+    with suppress(Exception), disable_fused_kernels() as counter:
+        return _record_calls(model, example, lambda module: counter.get_total_flops())
+    done = 0
+
+    def count_elements(module: nn.Module | None) -> int:
+        nonlocal done
+        parameters = module.parameters(recurse=False) if module is not None else ()
+        done += sum(parameter.numel() for parameter in parameters)
+        return done
+
+    try:
+        return _record_calls(model, example, count_elements)
+    except Exception as error:
+        cause = ""
+        with suppress(Exception):
+            call_model(model, clone_batch(example))
+            cause = (
+                "; with gradients it does not, and a model that takes gradients itself is not cut, "
+                "for none come to it from parts on other ranks"
+            )
+        raise StepFailed(
+            f"a forward without gradients raised {describe_error(error)}{cause}; train it with "
+            "data(n)"
+        ) from error
+
+
+def _record_calls(
+    model: nn.Module, example: Any, count_work: Callable[[nn.Module | None], int]
+) -> ModuleCall:
+    """Record every call of a module in a forward.
+
+    Args:
+        model: The model.
+        example: Inputs of some samples.
+        count_work: Returns the work of the forward so far; after a call, it gets the module.
+
+    Returns:
+        The call of the model, with all calls inside.
     """
     names = {module: name for name, module in reversed(list(model.named_modules()))}
     stack = [ModuleCall("")]
@@ -343,24 +386,17 @@ def record_module_calls(model: nn.Module, example: Any) -> ModuleCall:
             return original_call(module, *args, **kwargs)
         stack[-1].inner_calls.append(inner_call := ModuleCall(names[module]))
         stack.append(inner_call)
-        flops_before = counter.get_total_flops()
+        work_before = count_work(None)
         try:
             out = original_call(module, *args, **kwargs)
             inner_call.output = _match_inputs(out, find_tensors((args, kwargs)))
             return out
         finally:
-            inner_call.work = counter.get_total_flops() - flops_before
+            inner_call.work = count_work(module) - work_before
             stack.pop()
 
-    with disable_fused_kernels() as counter, hook_module_calls(record_call), torch.no_grad():
-        try:
-            call_model(model, clone_batch(example))
-        except RuntimeError as error:
-            raise StepFailed(
-                f"a forward without gradients raised {describe_error(error)}; a model that takes "
-                "gradients itself is not cut, for none come to it from parts on other ranks: "
-                "train it with data(n)"
-            ) from error
+    with hook_module_calls(record_call), torch.no_grad():
+        call_model(model, clone_batch(example))
     return stack[0].inner_calls[0]
 
 
