@@ -7,9 +7,11 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from paragrad.commands.stop_timer import StopTimer
 from paragrad.commands.train import check_against_serial, make_folder_name, train_on_ranks
 from paragrad.commands.trial import choose_by_trial
 from paragrad.engine.gradient_noise import explain_no_measurement
@@ -390,6 +392,11 @@ class ComparisonRun:
     progress: Callable[[str], Progress | None]
     stop_request: StopRequest = field(default_factory=StopRequest)
 
+    @cached_property
+    def stop_timer(self) -> StopTimer:
+        """Ends a run that was asked to stop and does not."""
+        return StopTimer(self.launcher)
+
     def train_all_rows(
         self, rows: list[tuple[ValidatedRun, list[str]]], baselines: list[ValidatedRun]
     ) -> tuple[str, str | None]:
@@ -405,10 +412,11 @@ class ComparisonRun:
 
         def request_stop() -> None:
             self.stop_request.set()
+            self.stop_timer.start()
             self.launcher.request_stop()
 
         try:
-            with handle_stop_signals(request_stop):
+            with self.stop_timer.watch(), handle_stop_signals(request_stop):
                 for row, names in rows:
                     if not self.stop_request.is_set():
                         self.train_row(row, names)
@@ -473,7 +481,11 @@ class ComparisonRun:
         (self.folder / name).mkdir()
         try:
             return not train_on_ranks(
-                self.launcher, row, self.folder / name, progress=self.progress(label)
+                self.launcher,
+                row,
+                self.folder / name,
+                progress=self.stop_timer.follow_run(self.progress(label)),
+                stop_request=self.stop_request,
             ).stopped
         except RankFailed:
             return False

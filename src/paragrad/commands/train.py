@@ -17,6 +17,7 @@ from typing import Any, TypedDict, Unpack
 import torch
 
 from paragrad.commands.fit_batch import fit_job_batch
+from paragrad.commands.stop_timer import StopTimer
 from paragrad.commands.trial import choose_by_trial
 from paragrad.errors import Interrupted, RankFailed, Refused, StepFailed
 from paragrad.jobs.callback import Callback
@@ -179,9 +180,11 @@ def train(
     )
     with Launcher(validated_run.size) as launcher:
         stop_request = StopRequest()
+        stop_timer = StopTimer(launcher)
 
         def request_stop() -> None:
             stop_request.set()
+            stop_timer.start()
             launcher.request_stop()
 
         def announce_stop() -> None:
@@ -193,13 +196,21 @@ def train(
             )
             request_stop()
 
-        with handle_stop_signals(request_stop), stop_on_interrupt(announce_stop) as interrupted:
+        with (
+            stop_timer.watch(),
+            handle_stop_signals(request_stop),
+            stop_on_interrupt(announce_stop) as interrupted,
+        ):
             validated_run = choose_by_trial(launcher, validated_run)
             if stop_request.is_set():
                 # the trial ignores the request; the training then saves at once
                 launcher.request_stop()
             result = train_on_ranks(
-                launcher, validated_run, folder, progress=progress, stop_request=stop_request
+                launcher,
+                validated_run,
+                folder,
+                progress=stop_timer.follow_run(progress),
+                stop_request=stop_request,
             )
             if result.stopped and interrupted.is_set():
                 raise Interrupted(folder, result.checkpoint_step)

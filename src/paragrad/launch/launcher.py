@@ -8,6 +8,7 @@ launcher, however it ends.
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import tempfile
 import time
@@ -19,7 +20,7 @@ from typing import Any
 
 import cloudpickle
 
-from paragrad.errors import RankFailed
+from paragrad.errors import LIBRARY_PREFIXES, RankFailed
 from paragrad.launch import job_files, processes
 from paragrad.launch.processes import ForkServerProcess, RankProcess
 from paragrad.launch.protocol import RankTask, StopMessage, TaskFailure
@@ -48,6 +49,8 @@ class Launcher:
         is_sending: Whether a task is being sent to the ranks.
 
         stop_requested: Whether the task under way must stop.
+
+        extra_processes: The processes that are not ranks of this launcher.
     """
 
     def __init__(self, size: int, server: ForkServerProcess | None = None) -> None:
@@ -58,6 +61,7 @@ class Launcher:
         self.task_count = 0
         self.is_sending = False
         self.stop_requested = False
+        self.extra_processes: list[RankProcess] = []
 
     def __enter__(self) -> Launcher:
         return self
@@ -186,7 +190,9 @@ class Launcher:
         if not folder.is_dir():
             raise RankFailed("the server of the ranks ended, and its ranks with it", rank=None)
         self.task_count += 1
-        return server.start_processes([folder / f"stacks-apart-{self.task_count}"])[0]
+        (process,) = server.start_processes([folder / f"stacks-apart-{self.task_count}"])
+        self.extra_processes = [each for each in self.extra_processes if each.pid] + [process]
+        return process
 
     def open_shared_folder(self) -> Path:
         """Return the folder that the ranks share; create it at the first call."""
@@ -196,6 +202,24 @@ class Launcher:
                 prefix="ranks-", dir=server.folder, ignore_cleanup_errors=True
             )
         return Path(self.folder.name)
+
+    def locate_ranks(self) -> str:
+        """Describe the line of user code at which each process stands.
+
+        Returns:
+            Such as "rank 1 stands at model.py:7"; empty if none stands in user code.
+        """
+        processes = [each for each in (*self.processes, *self.extra_processes) if each.pid]
+        for process in processes:
+            process.send_signal(signal.SIGUSR1)
+        # give the ranks time to write their stacks
+        time.sleep(DEATH_GRACE_SECONDS)
+        places = (
+            (number, find_user_line(process.stack_file.read_text()))
+            for number, process in enumerate(processes)
+            if process.stack_file.is_file()
+        )
+        return ", ".join(f"rank {number} stands at {place}" for number, place in places if place)
 
     def kill_ranks(self) -> None:
         """Kill all ranks. The next `run` starts new ones."""
@@ -211,6 +235,21 @@ class Launcher:
     def close(self) -> None:
         """End the ranks and remove their folder."""
         self.kill_ranks()
+
+
+def find_user_line(stacks: str) -> str:
+    """Find the innermost line of user code in the stacks of a process.
+
+    Args:
+        stacks: The stacks as faulthandler writes them, innermost line first in each thread.
+
+    Returns:
+        FILE:LINE, or an empty text.
+    """
+    for file, line in re.findall(r'File "([^"]+)", line (\d+)', stacks):
+        if not file.startswith(LIBRARY_PREFIXES):
+            return f"{file}:{line}"
+    return ""
 
 
 @dataclass

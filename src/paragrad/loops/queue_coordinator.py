@@ -32,7 +32,7 @@ from paragrad.loops.callback_runner import CallbackRunner
 from paragrad.loops.join_coordinator import JoinCoordinator, locate_share, write_step_line
 from paragrad.loops.loop import Loop
 from paragrad.loops.queue_worker import MAX_REPLY_BYTES, run_queue_rank
-from paragrad.loops.synchronous import Progress, describe_run_start
+from paragrad.loops.synchronous import SAVE_PHASE, Progress, describe_run_start
 from paragrad.parallel.server.curve_keys import SECRET_SUFFIX, Address, KeyPair, write_public_key
 from paragrad.parallel.server.endpoints import ServerEndpoints
 from paragrad.parallel.server.join_endpoint import parse_host_port
@@ -462,6 +462,8 @@ class QueueCoordinator(Loop[int]):
     def save_once(self, what: str) -> None:
         """Save a checkpoint or the model, once for each step."""
         if (what, self.step) not in self.saved_items:
+            if self.progress is not None:
+                self.progress({"phase": SAVE_PHASE})
             self.saved_items.add((what, self.step))
             self.run_tickets([Ticket(KEEP, step=self.step, keep=what)])
 

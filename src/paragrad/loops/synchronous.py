@@ -40,6 +40,7 @@ from paragrad.validation.validate import ValidatedRun
 # Receives {"epoch", "step", "steps", "loss"}, at most ten times a second. After a test it also
 # receives {"metric", "test"}.
 Progress = Callable[[dict[str, Any]], None]
+SAVE_PHASE = "save"  # {"phase": SAVE_PHASE} is reported before a checkpoint is written
 
 
 def train_rank(
@@ -508,6 +509,8 @@ class TrainingLoop(BatchLoop[int]):
         """Save a checkpoint, unless there is one of the current progress."""
         if self.saved_progress == self.progress:
             return
+        if self.trainer.world.rank == 0:
+            self.report_progress({"phase": SAVE_PHASE})
         self.trainer.save(
             self.folder,
             resume_check.build_job_identity(self.validated_run.job, self.validated_run.inspection),
