@@ -818,7 +818,7 @@ job = pg.Job(model=lambda: nn.Linear(10, 4), loss=lambda output,
                      batch=12, epochs=1)
 run = pg.train(job, "data(2, reduce=ring)", runs={runs!r})
 table = pg.compare(job, ["serial", pg.Data(2, reduce=pg.Tree())], runs={runs!r})
-print(run.audit, [row.difference for row in table.rows], table.failed)
+print(run.sample_count, [row.difference for row in table.rows], table.failed)
 """
 DATA = """
 class Points(torch.utils.data.Dataset):
