@@ -25,6 +25,7 @@ from paragrad.engine.passes import Passes, PassesHost, SequentialPasses
 from paragrad.errors import StepFailed
 from paragrad.record.step_log import StepLog
 from paragrad.runtime import stragglers
+from paragrad.runtime.single_group import act_alone
 from paragrad.runtime.world import World
 from paragrad.strategies.strategy import Strategy, list_factors
 
@@ -174,7 +175,10 @@ def build_model_shard(
         # rank 0 inspects once and shares the result, so that all replicas are divided equally
         inspect_model = _find_function(factor, "inspect_model")
         if inspect_model and factor.name not in inspections:
-            with stragglers.explain_timeout("rank 0 looks where to cut the model"):
+            with (
+                stragglers.explain_timeout("rank 0 looks where to cut the model"),
+                act_alone(),
+            ):
                 inspections[factor.name] = world.broadcast_object(
                     inspect_model(model, example) if world.rank == 0 else None
                 )

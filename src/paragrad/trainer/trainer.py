@@ -31,6 +31,7 @@ from paragrad.engine.state.shared_initialization import InitialModel, build_shar
 from paragrad.errors import Refused
 from paragrad.jobs.job import TRAINED_MODELS, Job
 from paragrad.jobs.loss import Loss
+from paragrad.runtime.single_group import act_alone
 from paragrad.runtime.world import CPU, World
 from paragrad.strategies.shares import Division
 from paragrad.strategies.strategy import Strategy
@@ -383,6 +384,7 @@ class Trainer:
             training.user_model.follow_changes(setup.model, setup.passes, check_modes=False)
         with (
             self.use_evaluation_weights(),
+            act_alone(),
             use_model_eval_mode(setup.model),
             training.use_autocast(),
             enter_pass_contexts(setup.pass_contexts),

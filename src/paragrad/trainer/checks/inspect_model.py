@@ -27,6 +27,7 @@ from paragrad.engine.rng.draws import Draws
 from paragrad.engine.state.preserve_state import preserve_all_state
 from paragrad.errors import Refused, StepFailed
 from paragrad.runtime.allocator import return_freed_memory
+from paragrad.runtime.single_group import act_alone
 from paragrad.trainer.batch import Batch
 from paragrad.trainer.training import Training
 
@@ -127,6 +128,7 @@ def _probe_on_rank(
     training: Training, batch: Batch, inputs: Any, target: Any, samples: int, as_loaded: bool
 ) -> Probe:
     with (
+        act_alone(),
         preserve_all_state(training.module),
         training.batch_norm.use_probe_mode(records_calls=True),
     ):
@@ -245,6 +247,7 @@ def run_model_once(
     micro, inputs, target = next(batch.iterate_micro_batches(inputs, target))
     autocast = contextlib.nullcontext() if without_autocast else training.use_autocast()
     with (
+        act_alone(),
         preserve_all_state(training.module),
         training.batch_norm.use_probe_mode(),
         autocast,

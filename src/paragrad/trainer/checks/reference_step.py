@@ -34,6 +34,7 @@ from paragrad.runtime import stragglers
 from paragrad.runtime.allocator import return_freed_memory
 from paragrad.runtime.launcher_env import read_available_memory
 from paragrad.runtime.rendezvous import count_local_ranks
+from paragrad.runtime.single_group import act_alone
 from paragrad.runtime.world import World
 from paragrad.strategies.shares import split_micro_batches
 from paragrad.trainer.batch import Batch
@@ -93,9 +94,10 @@ class ReferenceStep:
                 directions that this number draws.
         """
         training = self.training
-        parts = self.load_parts(ordering)
-        test = self.load_test_part(ordering)
-        with preserve_all_state(self.module), training.batch_norm.use_probe_mode():
+        with act_alone():  # collate may call collectives too
+            parts = self.load_parts(ordering)
+            test = self.load_test_part(ordering)
+        with act_alone(), preserve_all_state(self.module), training.batch_norm.use_probe_mode():
             self._restore_model()
             if moved:
                 signs = torch.Generator().manual_seed(training.seed + moved - 1)
@@ -163,7 +165,7 @@ class ReferenceStep:
         """Make the step in float64. Raises what the model raises in float64."""
         training = self.training
         # A loss that holds the model leaves gradients in it.
-        with preserve_all_state(self.module):
+        with act_alone(), preserve_all_state(self.module):
             self._restore_model()
             model = copy.deepcopy(self.module.model)
             with BatchNorm(
@@ -414,6 +416,7 @@ def evaluate_test_part(training: Training, part: BatchExcerpt, reference_loss: f
     module = training.module
     with (
         training.rehearse(),
+        act_alone(),
         preserve_all_state(module),
         use_model_eval_mode(training.setup.model),
         enter_pass_contexts(training.setup.pass_contexts),

@@ -1,0 +1,123 @@
+"""Collectives of torch.distributed in user code: equal to serial, or ended by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from equality_table import VECTORS, job, mlp
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import Subset, default_collate
+
+import paragrad as pg
+from paragrad.launch import Launcher
+from paragrad.runtime.single_group import act_alone
+from paragrad.runtime.world import World
+
+pytestmark = pytest.mark.processes
+
+
+def see_group(world: World) -> list[Any]:
+    def look() -> list[Any]:
+        value = torch.ones(2) * (world.rank + 1)
+        dist.all_reduce(value)
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, world.rank)
+        return [dist.get_rank(), dist.get_world_size(), value.tolist(), gathered]
+
+    with act_alone():
+        alone = look()
+        with act_alone():  # one inside another
+            assert dist.get_world_size() == 1
+        # paragrad's own collectives name their group
+        summed = world.all_reduce(torch.ones(1)).tolist()
+    return [alone, look(), summed]
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_default_group_has_one_rank_for_a_while(backend: str, pool: Launcher) -> None:
+    for _ in range(2):  # in the next world too
+        first, second = pool.run(see_group, size=2, backend=backend)
+        assert first == [[0, 1, [1.0, 1.0], [0]], [0, 2, [3.0, 3.0], [0, 1]], [2.0]]
+        assert second == [[0, 1, [2.0, 2.0], [1]], [1, 2, [3.0, 3.0], [0, 1]], [2.0]]
+
+
+# ---- in a training ----------------------------------------------------------------------------
+def share(value: Tensor) -> Tensor:
+    """The sum over the ranks that user code sees, as detection models share numbers of boxes."""
+    value = value.detach().clone()
+    if dist.is_initialized():
+        dist.all_reduce(value)
+    return value
+
+
+def count_of_ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def averaged_loss(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Divides by the mean count of a rank, and gives the weight accordingly: as one worker's."""
+    mean_count = share(torch.tensor(float(len(target)))) / count_of_ranks()
+    total = functional.cross_entropy(output, target, reduction="sum")
+    return total / mean_count * len(target), torch.tensor(float(len(target)))
+
+
+def shared_metric(output: Tensor, target: Tensor) -> tuple[float, int]:
+    right = share((output.argmax(1) == target).sum().float())
+    return float(right), len(target)
+
+
+class SharesInForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        ratio = share(torch.tensor(float(count_of_ranks()))) / count_of_ranks() ** 2
+        return self.inner(x) * ratio.to(x.dtype)  # type: ignore[no-any-return]
+
+
+def shared_collate(samples: list[Any]) -> Any:
+    inputs, target = default_collate(samples)
+    largest = torch.tensor(float(len(samples)))
+    if dist.is_initialized():
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return inputs * (largest / largest).to(inputs.dtype), target
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("place", ["loss", "forward", "metric", "collate"])
+def test_collectives_of_user_code_equal_serial(place: str, backend: str, tmp_path: Path) -> None:
+    """The reference step ran on rank 0 alone: 300 s of silence over gloo."""
+    changes: dict[str, dict[str, Any]] = {
+        "loss": {"loss": averaged_loss},
+        "forward": {"model": SharesInForward},
+        "metric": {"metric": shared_metric},
+        "collate": {"collate": shared_collate},
+    }
+    even = Subset(VECTORS, range(20))  # all shares are equal
+    made = job("shares", mlp, even, test=VECTORS, metric=pg.accuracy, epochs=1, batch=10)
+    made = made.replace(**changes[place])
+    serial = pg.train(made, "serial", runs=tmp_path)
+    run = pg.train(made, "data(2)", runs=tmp_path, backend=backend, timeout=20)
+    assert run.losses == pytest.approx(serial.losses, rel=1e-5)
+    assert run.test == pytest.approx(serial.test, rel=1e-5)
+
+
+def loss_of_one_rank(output: Tensor, target: Tensor) -> Tensor:
+    if dist.is_initialized() and dist.get_world_size() > 1 and dist.get_rank() == 1:
+        share(torch.ones(3))
+    return functional.cross_entropy(output, target)
+
+
+@pytest.mark.story
+@pytest.mark.parametrize("strategy", ["data(2)", "data(2, reduce=native)", "data(2, reduce=ring)"])
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_collective_of_one_rank_ends_by_name(strategy: str, backend: str, tmp_path: Path) -> None:
+    made = job("alone", mlp, VECTORS, loss=loss_of_one_rank, epochs=1, batch=10)
+    with pytest.raises(pg.RankFailed, match=r"gave up waiting for rank|Timed out waiting"):
+        pg.train(made, strategy, runs=tmp_path, backend=backend, timeout=5)
