@@ -306,7 +306,7 @@ def test_process_of_an_ended_server_is_refused() -> None:
         with pytest.raises(
             RankFailed, match="the server of the ranks ended, and its ranks with it"
         ):
-            ranks.start_extra_process()
+            ranks.start_extra_process(0)
 
 
 def test_two_signals_during_server_start() -> None:

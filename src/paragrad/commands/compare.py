@@ -263,7 +263,12 @@ def validate_rows(
     speed_runs = {
         each.resolved: each
         for each in (
-            validate_run(job, each, replace(baseline_settings, limit=BASELINE_STEPS), inspection)
+            validate_run(
+                job.replace(callbacks=()),
+                each,
+                replace(baseline_settings, limit=BASELINE_STEPS),
+                inspection,
+            )
             for each in (Serial(threads=count_cores()), Serial(threads=1))
         )
     }
@@ -304,8 +309,8 @@ def collect_comparison_identity(row: ValidatedRun, settings: Settings) -> Line:
             for name, value in vars(settings).items()
             if name not in ("until", "data", "memory")
             and (
-                # earlier versions have no noise_scale
-                name != "noise_scale" or value is not None
+                # earlier versions do not have these
+                name not in ("noise_scale", "keep") or value is not None
             )
         },
     }
@@ -427,6 +432,11 @@ class ComparisonRun:
                         )
         except KeyboardInterrupt:
             return "interrupted", None
+        # in a trial or a comparison with serial, beside the runs of rows
+        except RankFailed:
+            if not self.stop_request.is_set():
+                raise
+            return "stopped", None
         # from the record: nothing can be written any more
         except OSError as error:
             return "failed", f"{error.filename or self.folder}: {error.strerror or error}"
@@ -484,7 +494,7 @@ class ComparisonRun:
                 self.launcher,
                 row,
                 self.folder / name,
-                progress=self.stop_timer.follow_run(self.progress(label)),
+                progress=self.progress(label),
                 stop_request=self.stop_request,
             ).stopped
         except RankFailed:

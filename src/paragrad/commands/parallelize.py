@@ -152,6 +152,8 @@ def parallelize(
         trainer = Trainer(
             world, model, loss, optimizer, resolved, options, scheduler, initial_model
         )
+        if overwrite and folder is None:
+            raise Refused("overwrite=True says what to do with checkpoints; give folder=... too")
         if folder is not None:
             trainer.use_folder(folder, overwrite)
         training = trainer.training

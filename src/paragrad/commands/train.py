@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import platform
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +17,7 @@ from typing import Any, TypedDict, Unpack
 import torch
 
 from paragrad.commands.fit_batch import fit_job_batch
-from paragrad.commands.stop_timer import StopTimer
+from paragrad.commands.stop_timer import StopOverdue, StopTimer
 from paragrad.commands.trial import choose_by_trial
 from paragrad.errors import Interrupted, RankFailed, Refused, StepFailed
 from paragrad.jobs.callback import Callback
@@ -45,6 +45,10 @@ from paragrad.trainer.pace import refuse_unknown_ranks
 from paragrad.trainer.settings import Settings, Until, build_settings, name_in_records
 from paragrad.validation.validate import ValidatedRun, convert_strategy_errors, validate_run
 from paragrad.version import __version__
+
+STOP_NOTICE = (
+    b"paragrad: the run ends after this step, and saves it; Ctrl-C once more ends it at once\n"
+)
 
 
 class SettingArguments(TypedDict, total=False):
@@ -145,6 +149,8 @@ def train(
         "warm_up": warm_up,
     }
     job = job.replace(**{name: value for name, value in job_changes.items() if value is not None})
+    if not isinstance(callbacks, list | tuple):
+        raise Refused(f"callbacks must be a list of paragrad.Callback objects, got {callbacks!r}")
     if callbacks:
         job = job.replace(callbacks=(*job.callbacks, *callbacks))
     job, resolved_settings, batch_reason = fit_job_batch(
@@ -188,13 +194,10 @@ def train(
             launcher.request_stop()
 
         def announce_stop() -> None:
-            print(
-                "paragrad: the run ends after this step, and saves it; Ctrl-C once more ends it at "
-                "once",
-                file=sys.stderr,
-                flush=True,
-            )
             request_stop()
+            # not by print, which a signal handler cannot call inside of another print
+            with suppress(OSError):
+                os.write(2, STOP_NOTICE)
 
         with (
             stop_timer.watch(),
@@ -209,11 +212,11 @@ def train(
                 launcher,
                 validated_run,
                 folder,
-                progress=stop_timer.follow_run(progress),
+                progress=progress,
                 stop_request=stop_request,
             )
-            if result.stopped and interrupted.is_set():
-                raise Interrupted(folder, result.checkpoint_step)
+            if interrupted.is_set():
+                raise Interrupted(folder, result.checkpoint_step if result.stopped else None)
         if result.stopped or not verify or validated_run.resolved.is_reference:
             return result
         with Recorder(folder / "run.jsonl") as record:
@@ -284,6 +287,10 @@ def train_on_ranks(
                     record.origin,
                     on_report=lambda rank, value: progress(value) if progress else None,
                 )
+        except StopOverdue as error:
+            failed = error.to_failure()
+            _record_broken_run(record, validated_run, folder, "failed", failed)
+            raise failed from None
         # raised in this process, which coordinates the others
         except StepFailed as error:
             failed = RankFailed.from_error(error, None)
@@ -454,6 +461,7 @@ def _write_run_header(record: Recorder, validated_run: ValidatedRun, folder: Pat
             "batch": job.batch,
             "epochs": job.epochs,
             "metric": job.metric_name,
+            "lower_is_better": job.wants_lower_tests,
             "unit": "%" if job.metric is accuracy else "",
             "samples": inspection.samples,
             "parameters": inspection.trained_elements,

@@ -91,7 +91,7 @@ def measure_seconds_per_step(world: World, validated_run: ValidatedRun) -> float
     wanted_steps = WARM_UP_STEPS + 1
     try:
         epochs = (
-            trainer.batches(train, job.batch, epoch, loaders=settings.loaders)
+            trainer.batches(train, job.batch, epoch, loaders=settings.loaders, sampler=job.sampler)
             for epoch in itertools.count()
         )
         step_start = time.monotonic()

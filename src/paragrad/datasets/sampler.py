@@ -7,7 +7,6 @@ it.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterable
@@ -105,7 +104,7 @@ class SamplerOrder:
 # two, because batches of two epochs are prepared at the end of an epoch
 @functools.lru_cache(maxsize=2)
 def _draw_epoch(order: SamplerOrder, epoch: int) -> Any:
-    indices = draw_sampler(copy.deepcopy(order.sampler), order.seed, epoch)
+    indices = draw_sampler(copy_sampler(order.sampler), order.seed, epoch)
     indices.flags.writeable = False  # the cache hands out this same array
     return indices
 
@@ -121,6 +120,22 @@ def _count_occurrences(order: SamplerOrder, epoch: int) -> Any:
     occurrences = numpy.empty_like(indices)
     occurrences[by_sample] = numpy.arange(len(ordered)) - numpy.repeat(starts, lengths)
     return occurrences
+
+
+def copy_sampler(sampler: Any) -> Any:
+    """Copy a sampler, without the dataset that it may hold.
+
+    Args:
+        sampler: The sampler.
+    """
+    shared = {
+        id(value): value
+        for value in getattr(sampler, "__dict__", {}).values()
+        if hasattr(value, "__getitem__")
+        and hasattr(value, "__len__")
+        and not isinstance(value, list | dict | torch.Tensor | numpy.ndarray | torch.Generator)
+    }
+    return copy.deepcopy(sampler, shared)
 
 
 def draw_sampler(sampler: Any, seed: int, epoch: int) -> Any:
@@ -142,8 +157,8 @@ def draw_sampler(sampler: Any, seed: int, epoch: int) -> Any:
         generator = torch.Generator().manual_seed(torch.initial_seed())
         try:
             if isinstance(sampler, Sampler):
-                with contextlib.suppress(AttributeError):
-                    sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+                if hasattr(sampler, "set_epoch"):
+                    sampler.set_epoch(epoch)
                 if isinstance(getattr(sampler, "generator", None), torch.Generator):
                     sampler.generator.manual_seed(generator.initial_seed())  # type: ignore[attr-defined]
                 drawn = list(sampler)
@@ -189,9 +204,9 @@ def check_sampler(sampler: Any, seed: int, samples: int, epochs: int) -> None:
             f"the sampler is a {type(sampler).__name__}; give a function f(epoch, generator) that "
             "returns the indices of an epoch, or a torch Sampler"
         )
-    one = copy.deepcopy(sampler)
+    one = copy_sampler(sampler)
     first, second = (draw_sampler(one, seed, epoch) for epoch in (0, 1))
-    other = copy.deepcopy(sampler)
+    other = copy_sampler(sampler)
     if not numpy.array_equal(draw_sampler(other, seed, 1), second):
         raise Refused(
             "the sampler gives another order for an epoch when it is asked again: it counts how "
@@ -200,7 +215,9 @@ def check_sampler(sampler: Any, seed: int, samples: int, epochs: int) -> None:
         )
     if not len(first):
         raise Refused("the sampler gives no samples; let it give at least one index")
-    if epochs > 1 and len(second) != len(first):
+    if epochs == 1:
+        second = first
+    if len(second) != len(first):
         raise Refused(
             f"the sampler gives {len(first)} samples in the first epoch and {len(second)} in the "
             "second; let all epochs have as many"

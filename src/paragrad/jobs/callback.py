@@ -73,15 +73,18 @@ class EpochReport:
         metric: The name of the test value: the metric's name, or loss.
 
         value: The test value.
+
+        lower_is_better: Whether a lower value is better.
     """
 
     step: int
     epoch: int
     metric: str
     value: float
+    lower_is_better: bool = False
 
     def is_better_than(self, other: EpochReport | None, margin: float = 0.0) -> bool:
-        """Tell whether this test is better: a lower loss, or a higher value of a metric.
+        """Tell whether this test is better than another one.
 
         Args:
             other: The other test; None is worse than any number.
@@ -92,8 +95,8 @@ class EpochReport:
         """
         if other is None:
             return self.value == self.value
-        gain = other.value - self.value if self.metric == "loss" else self.value - other.value
-        return gain > margin
+        gain = self.value - other.value
+        return (-gain if self.lower_is_better else gain) > margin
 
 
 class Callback:

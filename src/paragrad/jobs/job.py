@@ -62,6 +62,9 @@ class Job:
 
         metric: f(output, target) -> (sum, weight), such as paragrad.accuracy.
 
+        lower_is_better: Whether a lower value of the metric is better, as of an error; None: the
+            loss is to fall, and a metric to rise.
+
         dtype: float32, float64, or bfloat16. bfloat16 uses autocast: parameters, gradients and
             optimizer state stay in float32.
 
@@ -99,6 +102,7 @@ class Job:
     scheduler_every: str | None = None
     clip_norm: float | None = None
     metric: Callable[[Any, Any], tuple[Any, Any]] | None = None
+    lower_is_better: bool | None = None
     dtype: torch.dtype = torch.float32
     collate: Collate | None = None
     sampler: SamplerOrFunction | None = None
@@ -189,6 +193,11 @@ class Job:
     def metric_name(self) -> str:
         """The name of the test value: the metric's name, or loss."""
         return getattr(self.metric, "__name__", "metric") if self.metric else "loss"
+
+    @property
+    def wants_lower_tests(self) -> bool:
+        """Whether a lower test value is better."""
+        return self.metric is None if self.lower_is_better is None else self.lower_is_better
 
     def make_samples(self, dataset: Dataset) -> Samples:
         """Combine a dataset with the seed and the collate of this job.

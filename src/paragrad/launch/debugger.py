@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from paragrad.errors import Refused, StepFailed
+from paragrad.launch.protocol import DEBUGGER_STDIN
 
 SERIAL_HINT = 'debug under serial (--strategy serial, strategy="serial"), where it works'
-STDIN = 0  # the descriptor that the launcher gives to each rank
 
 
 @contextlib.contextmanager
@@ -54,9 +54,10 @@ def handle_breakpoints(ranks: int, on_debug: Callable[[], None]) -> Iterator[Non
     previous = sys.breakpointhook, pdb.set_trace
     rank_pid = os.getpid()
     debugger: pdb.Pdb | None = None
+    launcher_group = 0
 
     def handle_breakpoint(*_: Any, **__: Any) -> None:
-        nonlocal debugger
+        nonlocal debugger, launcher_group
         if os.getpid() != rank_pid:
             raise StepFailed(
                 "breakpoint() was called in a process that loads samples and has no terminal; "
@@ -68,8 +69,9 @@ def handle_breakpoints(ranks: int, on_debug: Callable[[], None]) -> Iterator[Non
             )
         if debugger is None:
             on_debug()
-            _take_terminal()
-            debugger = pdb.Pdb(stdin=open(STDIN, closefd=False), stdout=sys.stderr)  # noqa: SIM115
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            launcher_group = _give_terminal(os.getpgrp())
+            debugger = pdb.Pdb(stdin=open(DEBUGGER_STDIN, closefd=False), stdout=sys.stderr)  # noqa: SIM115
             debugger.prompt = "(Pdb) "
         debugger.set_trace(sys._getframe(1))
 
@@ -79,14 +81,26 @@ def handle_breakpoints(ranks: int, on_debug: Callable[[], None]) -> Iterator[Non
         yield
     finally:
         sys.breakpointhook, pdb.set_trace = previous
+        if debugger is not None:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            _give_terminal(launcher_group)
 
 
-def _take_terminal() -> None:
-    """Let this process group read the terminal, if there is one, and take its Ctrl-C."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+def _give_terminal(group: int) -> int:
+    """Let a process group read the terminal, if there is one, and get its Ctrl-C.
+
+    Args:
+        group: The number of the group.
+
+    Returns:
+        The group that had the terminal before.
+    """
+    if not os.isatty(DEBUGGER_STDIN):
+        return group
     previous_handler = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     try:
-        if os.isatty(STDIN):
-            os.tcsetpgrp(STDIN, os.getpgrp())
+        before = os.tcgetpgrp(DEBUGGER_STDIN)
+        os.tcsetpgrp(DEBUGGER_STDIN, group)
     finally:
         signal.signal(signal.SIGTTOU, previous_handler)
+    return before

@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
-from paragrad.launch.protocol import NUMBER_FORMAT
+from paragrad.launch.protocol import DEBUGGER_STDIN, NUMBER_FORMAT
 from paragrad.runtime.stop_signals import exit_with_parent
 
 # the modules that `train`, `compare` and `verify` run in a rank, and the one that torch imports at
@@ -247,7 +247,7 @@ class ForkServer:
         for descriptor in (self.wakeup_reader, self.wakeup_writer, self.parent_pidfd):
             if descriptor is not None:
                 os.close(descriptor)
-        os.dup2(stdin, 0)
+        os.dup2(stdin, DEBUGGER_STDIN, inheritable=False)
         os.dup2(errors, 1)
         os.dup2(errors, 2)
         os.close(errors)
@@ -291,7 +291,7 @@ def spawn_rank(link: int, errors: int, stdin: int) -> int:
         os.environ,
         setpgroup=0,
         file_actions=[
-            (os.POSIX_SPAWN_DUP2, stdin, 0),
+            (os.POSIX_SPAWN_DUP2, stdin, DEBUGGER_STDIN),
             (os.POSIX_SPAWN_DUP2, errors, 1),
             (os.POSIX_SPAWN_DUP2, errors, 2),
         ],

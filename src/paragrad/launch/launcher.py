@@ -23,7 +23,7 @@ import cloudpickle
 from paragrad.errors import LIBRARY_PREFIXES, RankFailed
 from paragrad.launch import job_files, processes
 from paragrad.launch.processes import ForkServerProcess, RankProcess
-from paragrad.launch.protocol import RankTask, StopMessage, TaskFailure
+from paragrad.launch.protocol import LIFE, RankTask, StopMessage, TaskFailure
 from paragrad.runtime.launcher_env import choose_rank_threads
 
 # Within these seconds the death of a rank must show; afterwards the failure that another rank
@@ -50,7 +50,12 @@ class Launcher:
 
         stop_requested: Whether the task under way must stop.
 
-        extra_processes: The processes that are not ranks of this launcher.
+        extra_processes: The processes that are not ranks of this launcher, by their numbers.
+
+        is_collecting: Whether the results of a task are waited for.
+
+        on_life: Is called with the longest time between two steps of a process when it comes
+            further after a request to stop.
     """
 
     def __init__(self, size: int, server: ForkServerProcess | None = None) -> None:
@@ -61,7 +66,9 @@ class Launcher:
         self.task_count = 0
         self.is_sending = False
         self.stop_requested = False
-        self.extra_processes: list[RankProcess] = []
+        self.extra_processes: dict[int, RankProcess] = {}
+        self.is_collecting = False
+        self.on_life: Callable[[float], None] | None = None
 
     def __enter__(self) -> Launcher:
         return self
@@ -143,11 +150,15 @@ class Launcher:
             self.is_sending = False
             if self.stop_requested:
                 self.request_stop()
-            return ResultCollector(self.processes[:size], deadline, on_report).collect_results()
+            self.is_collecting = True
+            return ResultCollector(
+                self.processes[:size], deadline, on_report, self.report_life
+            ).collect_results()
         except BaseException:
             self.kill_ranks()
             raise
         finally:
+            self.is_collecting = False
             self.is_sending = False
             self.stop_requested = False
             if store is not None:
@@ -175,8 +186,11 @@ class Launcher:
         )
         return folder
 
-    def start_extra_process(self) -> RankProcess:
+    def start_extra_process(self, number: int) -> RankProcess:
         """Start one more process, which is not a rank of this launcher.
+
+        Args:
+            number: The number of the process in its pool.
 
         Returns:
             The process.
@@ -191,8 +205,30 @@ class Launcher:
             raise RankFailed("the server of the ranks ended, and its ranks with it", rank=None)
         self.task_count += 1
         (process,) = server.start_processes([folder / f"stacks-apart-{self.task_count}"])
-        self.extra_processes = [each for each in self.extra_processes if each.pid] + [process]
+        self.extra_processes[number] = process
         return process
+
+    def follow_life(self, on_life: Callable[[float], None] | None) -> None:
+        """Let a function follow the reports of life.
+
+        Args:
+            on_life: Is called with the longest time between two steps of a process; None for none.
+        """
+        self.on_life = on_life
+
+    def report_life(self, longest_gap: float) -> None:
+        """Take the report of a process that it comes further.
+
+        Args:
+            longest_gap: The longest time between two of its steps, in seconds.
+        """
+        if self.on_life is not None:
+            self.on_life(longest_gap)
+
+    @property
+    def has_live_tasks(self) -> bool:
+        """Whether processes are at work."""
+        return self.is_collecting or any(each.pid for each in self.extra_processes.values())
 
     def open_shared_folder(self) -> Path:
         """Return the folder that the ranks share; create it at the first call."""
@@ -209,14 +245,15 @@ class Launcher:
         Returns:
             Such as "rank 1 stands at model.py:7"; empty if none stands in user code.
         """
-        processes = [each for each in (*self.processes, *self.extra_processes) if each.pid]
-        for process in processes:
+        processes = {**dict(enumerate(self.processes)), **self.extra_processes}
+        processes = {number: each for number, each in processes.items() if each.pid}
+        for process in processes.values():
             process.send_signal(signal.SIGUSR1)
         # give the ranks time to write their stacks
         time.sleep(DEATH_GRACE_SECONDS)
         places = (
             (number, find_user_line(process.stack_file.read_text()))
-            for number, process in enumerate(processes)
+            for number, process in processes.items()
             if process.stack_file.is_file()
         )
         return ", ".join(f"rank {number} stands at {place}" for number, place in places if place)
@@ -263,6 +300,9 @@ class ResultCollector:
 
         on_report: Is called with (rank, value) for each report.
 
+        on_life: Is called with the longest time between two steps when a rank comes further after
+            a request to stop.
+
         answers: The results so far, by rank.
 
         failures: The failures so far.
@@ -273,6 +313,7 @@ class ResultCollector:
     processes: list[RankProcess]
     deadline: float | None
     on_report: Callable[[int, Any], None] | None
+    on_life: Callable[[float], None] = lambda _: None
     answers: dict[int, Any] = field(default_factory=dict)
     failures: list[TaskFailure] = field(default_factory=list)
     ended_ranks: set[int] = field(default_factory=set)
@@ -329,7 +370,9 @@ class ResultCollector:
                 # a death counts first (time 0.0): it causes the failures that others report
                 self.failures.append(TaskFailure(process.make_rank_failure(rank), 0.0))
                 continue
-            if kind == "report":
+            if kind == LIFE:
+                self.on_life(value)
+            elif kind == "report":
                 if self.on_report:
                     self.on_report(rank, value)
             elif kind == "failed":

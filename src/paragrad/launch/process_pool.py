@@ -16,7 +16,7 @@ import cloudpickle
 from paragrad.launch import job_files
 from paragrad.launch.launcher import Launcher
 from paragrad.launch.processes import RankProcess
-from paragrad.launch.protocol import RankTask, StopMessage, TaskFailure
+from paragrad.launch.protocol import LIFE, LifeMessage, RankTask, StopMessage, TaskFailure
 
 TASK_DONE = "done"
 TASK_FAILED = "failed"
@@ -101,7 +101,7 @@ class ProcessPool:
         pickled_call, needed_files = job_files.pickle_task(
             (torch.get_default_dtype(), function, arguments)
         )
-        process = self.launcher.start_extra_process()
+        process = self.launcher.start_extra_process(number)
         self.members[number] = process
         # if the process died, `receive_event` reports how
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -129,6 +129,16 @@ class ProcessPool:
         for number in numbers:
             with contextlib.suppress(OSError):
                 self.members[number].socket.send(StopMessage())
+
+    def request_life(self, numbers: Iterable[int]) -> None:
+        """Ask members to report from now on whether they come further.
+
+        Args:
+            numbers: The numbers of the members.
+        """
+        for number in numbers:
+            with contextlib.suppress(OSError):
+                self.members[number].socket.send(LifeMessage())
 
     def kill_members(self, numbers: Iterable[int]) -> None:
         """Kill members, and the processes of all ended tasks.
@@ -179,7 +189,7 @@ class ProcessPool:
 
         Returns:
             The kind of event and its value: (TASK_DONE, result), (TASK_REPORTED, reported value),
-            (TASK_FAILED, RankFailed) or (PROCESS_DIED, RankFailed).
+            (LIFE, seconds), (TASK_FAILED, RankFailed) or (PROCESS_DIED, RankFailed).
         """
         process = self.members[number]
         try:
@@ -192,6 +202,9 @@ class ProcessPool:
             failure = process.make_rank_failure(number)
             process.kill_and_wait()
             return PROCESS_DIED, failure
+        if kind == LIFE:
+            self.launcher.report_life(value)
+            return LIFE, value
         if kind == "report":
             return TASK_REPORTED, value
         del self.members[number]

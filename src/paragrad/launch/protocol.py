@@ -76,9 +76,21 @@ class RankTask:
     has_reports: bool
 
 
+# The descriptor of a rank for the launcher's standard input. Number 0 is empty, for a rank and what
+# it starts: a program in the background that reads a terminal is stopped.
+DEBUGGER_STDIN = 190
+# the kind of message that reports life; its value is the longest time between two steps
+LIFE = "life"
+
+
 @dataclass(frozen=True)
 class StopMessage:
     """A request of the launcher to stop: finish the step, save, and end the task."""
+
+
+@dataclass(frozen=True)
+class LifeMessage:
+    """A request of the launcher to report from now on whether the task comes further."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any, TextIO, cast
 
@@ -26,26 +27,27 @@ import torch
 from paragrad.errors import RankFailed, StepFailed
 from paragrad.launch import job_files
 from paragrad.launch.debugger import handle_breakpoints
-from paragrad.launch.protocol import ProcessSetup, RankTask, StopMessage, TaskFailure
+from paragrad.launch.protocol import LIFE, ProcessSetup, RankTask, StopMessage, TaskFailure
 from paragrad.runtime import allocator
 from paragrad.runtime.rendezvous import join_world
 from paragrad.runtime.stop_signals import StopRequest
 from paragrad.runtime.world import DEFAULT_TIMEOUT
 
 
-def serve_tasks(launcher: Connection) -> None:
+def serve_tasks(connection: Connection) -> None:
     """Apply the launcher's state, then run tasks until the launcher closes its end of the socket.
 
     Args:
-        launcher: The connection to the launcher.
+        connection: The connection to the launcher.
     """
+    launcher = LauncherConnection(connection)
     # the launcher's standard input is for a debugger alone
     sys.stdin = open(os.devnull)  # noqa: SIM115
     # these signals also reach the launcher, which ends its ranks or lets them save
     for sent in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sent, signal.SIG_IGN)
     try:
-        setup: ProcessSetup = launcher.recv()
+        setup: ProcessSetup = launcher.receive()
         _apply_setup(setup)
         allocator.keep_freed_memory()
     except (EOFError, OSError):  # the launcher is gone already
@@ -81,20 +83,68 @@ def _apply_setup(setup: ProcessSetup) -> None:
         os.sched_setaffinity(0, setup.affinity)
 
 
+class LauncherConnection:
+    """The connection to the launcher. Two threads of a rank may send.
+
+    Args:
+        connection: The connection.
+
+    Attributes:
+        connection: As the argument.
+        lock: Is held while a message is sent.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.lock = threading.Lock()
+
+    def send(self, message: tuple[str, Any]) -> None:
+        """Send a message.
+
+        Args:
+            message: The kind of message, and its value.
+        """
+        with self.lock:
+            self.connection.send(message)
+
+    def receive(self) -> Any:
+        """Wait for the next message, and return it."""
+        return self.connection.recv()
+
+
 def _receive_messages(
-    launcher: Connection, tasks: queue.SimpleQueue[RankTask], stop: StopRequest
+    launcher: LauncherConnection, tasks: queue.SimpleQueue[RankTask], stop: StopRequest
 ) -> None:
     """Queue tasks and stop requests; when the launcher is gone, end this process at once."""
+    reports_life = False
     try:
         while True:
-            message = launcher.recv()
-            if isinstance(message, StopMessage):
-                stop.set()
-            else:
+            message = launcher.receive()
+            if isinstance(message, RankTask):
                 stop.clear()  # an earlier request was for an earlier task
                 tasks.put(message)
+                continue
+            if isinstance(message, StopMessage):
+                stop.set()
+            if not reports_life:
+                reports_life = True
+                threading.Thread(target=_report_life, args=(launcher, stop), daemon=True).start()
     except (EOFError, OSError):
         os._exit(1)
+
+
+def _report_life(launcher: LauncherConnection, stop: StopRequest) -> None:
+    """Report again and again whether the task comes further, with the longest time it took."""
+    beats = -1
+    with contextlib.suppress(OSError):  # the launcher is gone
+        while True:
+            if stop.is_saving or stop.beats != beats:
+                beats = stop.beats
+                launcher.send((LIFE, stop.longest_gap))
+            time.sleep(LIFE_SECONDS)
+
+
+LIFE_SECONDS = 0.5  # between two reports of life
 
 
 class PrefixedStream:
@@ -124,12 +174,23 @@ class PrefixedStream:
         Returns:
             The number of its characters.
         """
-        for piece in re.findall(r"[^\n]*\n|[^\n]+", text):
-            self.stream.write(self.prefix + piece if self.at_line_start else piece)
-            self.at_line_start = piece.endswith("\n")
-        if self.at_line_start:
-            self.stream.flush()
+        # a reader of the pipe that is gone (`| tee`, at Ctrl-C) is no reason to end the run
+        with contextlib.suppress(BrokenPipeError):
+            for piece in re.findall(r"[^\n]*\n|[^\n]+", text):
+                self.stream.write(self.prefix + piece if self.at_line_start else piece)
+                self.at_line_start = piece.endswith("\n")
+            if self.at_line_start:
+                self.stream.flush()
         return len(text)
+
+    def writelines(self, texts: Iterable[str]) -> None:
+        """Write texts.
+
+        Args:
+            texts: The texts.
+        """
+        for text in texts:
+            self.write(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
@@ -150,7 +211,7 @@ def _name_printed_lines(rank: int, size: int) -> Iterator[None]:
                 stream.flush()
 
 
-def _run_task(task: RankTask, launcher: Connection, stop: StopRequest) -> tuple[str, Any]:
+def _run_task(task: RankTask, launcher: LauncherConnection, stop: StopRequest) -> tuple[str, Any]:
     def stop_progress() -> None:
         if task.has_reports:
             launcher.send(("report", {"step": 0, "steps": 0, "debugging": True}))
@@ -162,7 +223,9 @@ def _run_task(task: RankTask, launcher: Connection, stop: StopRequest) -> tuple[
         return _call_task_function(task, launcher, stop)
 
 
-def _call_task_function(task: RankTask, launcher: Connection, stop: StopRequest) -> tuple[str, Any]:
+def _call_task_function(
+    task: RankTask, launcher: LauncherConnection, stop: StopRequest
+) -> tuple[str, Any]:
     torch.set_num_threads(task.threads)
     try:
         job_files.run_job_files(task.job_files)
@@ -184,6 +247,9 @@ def _call_task_function(task: RankTask, launcher: Connection, stop: StopRequest)
                 result = function(world, *arguments, **keywords)
             # also for SystemExit: a task never ends its rank
             except BaseException as error:
+                for stream in (sys.stdout, sys.stderr):
+                    with contextlib.suppress(OSError):
+                        stream.flush()
                 launcher.send(("failed", _make_task_failure(task, error)))
                 # Stay in the world, where other ranks may wait; the launcher ends this process.
                 threading.Event().wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from paragrad.jobs.callback import EpochReport
@@ -28,9 +29,12 @@ class BestTest:
 
     def __init__(self, folder: Path, resumed: SavedCheckpoint | None) -> None:
         self.folder = folder
-        self.best: BestCheckpoint | None = (
-            read_best_checkpoint(resumed.folder.parent) if resumed else None
-        )
+        # the run itself has one if its ranks were started again
+        best = read_best_checkpoint(folder)
+        if best is None and resumed is not None:
+            best = read_best_checkpoint(resumed.folder.parent)
+            best = best if best is not None and best.step <= resumed.step else None
+        self.best: BestCheckpoint | None = best
 
     def is_beaten_by(self, report: EpochReport) -> bool:
         """Tell whether a test is better than the best one so far.
@@ -39,7 +43,7 @@ class BestTest:
             report: The epoch with its test.
         """
         return report.is_better_than(
-            EpochReport(self.best.step, self.best.epoch, report.metric, self.best.value)
+            replace(report, value=self.best.value)
             if self.best and self.best.metric == report.metric
             else None
         )

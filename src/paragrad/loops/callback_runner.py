@@ -9,6 +9,10 @@ from paragrad.errors import StepFailed, describe_error
 from paragrad.jobs.callback import Callback, EpochReport, RunStart, StepReport
 
 
+class CallbackFailed(StepFailed):
+    """A callback failed. It ends the run, also where the failure of a client does not."""
+
+
 class CallbackRunner:
     """Calls callbacks, and remembers whether one wants to end the run.
 
@@ -34,7 +38,7 @@ class CallbackRunner:
             read_status: Returns the status of a run that did not fail.
 
         Raises:
-            StepFailed: A callback failed.
+            CallbackFailed: A callback failed.
         """
         try:
             for callback in self.callbacks:
@@ -60,7 +64,7 @@ class CallbackRunner:
             Whether a callback wants to end the run.
 
         Raises:
-            StepFailed: A callback failed.
+            CallbackFailed: A callback failed.
         """
         for callback in self.callbacks:
             with _name_callback(callback):
@@ -77,7 +81,7 @@ class CallbackRunner:
             Whether a callback wants to end the run.
 
         Raises:
-            StepFailed: A callback failed.
+            CallbackFailed: A callback failed.
         """
         for callback in self.callbacks:
             with _name_callback(callback):
@@ -90,6 +94,6 @@ def _name_callback(callback: Callback) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise StepFailed(
+        raise CallbackFailed(
             f"callback {type(callback).__name__} raised {describe_error(error)}"
         ) from error

@@ -12,6 +12,7 @@ ends the run, as under every strategy.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import secrets
 import signal
@@ -32,7 +33,7 @@ from paragrad.loops.callback_runner import CallbackRunner
 from paragrad.loops.join_coordinator import JoinCoordinator, locate_share, write_step_line
 from paragrad.loops.loop import Loop
 from paragrad.loops.queue_worker import MAX_REPLY_BYTES, run_queue_rank
-from paragrad.loops.synchronous import SAVE_PHASE, Progress, describe_run_start
+from paragrad.loops.synchronous import Progress, describe_run_start
 from paragrad.parallel.server.curve_keys import SECRET_SUFFIX, Address, KeyPair, write_public_key
 from paragrad.parallel.server.endpoints import ServerEndpoints
 from paragrad.parallel.server.join_endpoint import parse_host_port
@@ -161,6 +162,8 @@ class QueueCoordinator(Loop[int]):
 
         overdue_since: since when workers are late, by number.
 
+        has_requested_life: whether the processes report that they come further.
+
         callbacks: calls the job's callbacks.
 
         best_test: the best test so far.
@@ -247,7 +250,9 @@ class QueueCoordinator(Loop[int]):
         )
         self.write_events: Callable[..., None] = lambda step, **values: None
         self.overdue_since: dict[int, float] = {}
-        self.callbacks = CallbackRunner(validated_run.job.callbacks)
+        self.has_requested_life = False
+        # the run has a copy: what callbacks open cannot be sent to other processes
+        self.callbacks = CallbackRunner(copy.deepcopy(validated_run.job.callbacks))
         self.best_test = BestTest(folder, resumed)
 
     def run_training(self) -> str:
@@ -313,7 +318,8 @@ class QueueCoordinator(Loop[int]):
         job, settings = self.validated_run.job, self.validated_run.settings
         steps = min(settings.limit or 2**62, job.epochs * self.order.steps)
         start = describe_run_start(self.validated_run, self.folder, steps)
-        self.best_test.write(writes=True)
+        if settings.keep:
+            self.best_test.write(writes=True)
         status = "finished"
         with self.callbacks.follow_run(start, lambda: status):
             status = self.train_epochs()
@@ -432,12 +438,14 @@ class QueueCoordinator(Loop[int]):
                     "test": test["value"],
                 }
             )
-        report = EpochReport(self.step, epoch, job.metric_name, test["value"])
+        report = EpochReport(
+            self.step, epoch, job.metric_name, test["value"], job.wants_lower_tests
+        )
         if self.validated_run.settings.keep == "best" and self.best_test.is_beaten_by(report):
             self.save_once("checkpoint")
             self.best_test.keep(report, writes=True)
         return self.callbacks.observe_test(report) or self.validated_run.settings.has_reached_goal(
-            test
+            test, job
         )
 
     def finish_saved_epoch(self, epoch: int) -> bool:
@@ -457,13 +465,11 @@ class QueueCoordinator(Loop[int]):
         )
         if not line:
             return self.end_segment(epoch, self.record.now())
-        return self.validated_run.settings.has_reached_goal(line["test"])
+        return self.validated_run.settings.has_reached_goal(line["test"], self.validated_run.job)
 
     def save_once(self, what: str) -> None:
         """Save a checkpoint or the model, once for each step."""
         if (what, self.step) not in self.saved_items:
-            if self.progress is not None:
-                self.progress({"phase": SAVE_PHASE})
             self.saved_items.add((what, self.step))
             self.run_tickets([Ticket(KEEP, step=self.step, keep=what)])
 
@@ -563,6 +569,9 @@ class QueueCoordinator(Loop[int]):
             )
             self.overdue_since[number] = time.monotonic()
         self.kill_overdue()
+        if self.stop_request.is_set() and not self.has_requested_life:
+            self.has_requested_life = True
+            self.pool.request_life(self.pool.members)
         self.report_progress(epoch)
 
     def handle_process_event(self, number: int) -> None:

@@ -376,13 +376,14 @@ class QueueWorker(BatchLoop[Ticket]):
         self.ensure_exchange()
         self.advance_schedule(ticket.step)
         self.training.state.move_to(ticket.step)
-        if ticket.keep == "model":
-            save_trained_model(trainer, self.folder / "model.safetensors")
-        else:
-            trainer.save(
-                self.folder,
-                resume_check.build_job_identity(
-                    self.validated_run.job, self.validated_run.inspection
-                ),
-            )
+        with trainer.world.stop.note_saving():
+            if ticket.keep == "model":
+                save_trained_model(trainer, self.folder / "model.safetensors")
+            else:
+                trainer.save(
+                    self.folder,
+                    resume_check.build_job_identity(
+                        self.validated_run.job, self.validated_run.inspection
+                    ),
+                )
         return {}

@@ -22,6 +22,7 @@ from paragrad.datasets.loading import Samples, separate_target
 from paragrad.engine.exchange import TEST_TRAFFIC
 from paragrad.errors import StepFailed, describe_error
 from paragrad.jobs.callback import StepReport
+from paragrad.loops.callback_runner import CallbackFailed
 from paragrad.loops.synchronous import TrainingLoop, count_state_bytes
 from paragrad.parallel.averaging.federated import FederatedExchange
 from paragrad.planner.cost_formulas import count_collective_bytes
@@ -187,6 +188,8 @@ class RoundTraining(TrainingLoop):
                 try:
                     self._train_client(turn, segment)
                     exchange.end_client(place, len(rounds.clients[turn.client]))
+                except CallbackFailed:
+                    raise
                 except Exception as error:
                     self._record_lost_client(place, turn, segment, error)
         training.state.use_optimizer(exchange.central_optimizer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,12 @@ from paragrad.record.tensorboard import open_event_files
 from paragrad.runtime.stragglers import explain_independent_steps
 from paragrad.runtime.world import World
 from paragrad.trainer.checkpoint import trainer_snapshot
-from paragrad.trainer.checkpoint.checkpoint_files import SavedCheckpoint, find_recorded_epoch
+from paragrad.trainer.checkpoint.checkpoint_files import (
+    SavedCheckpoint,
+    find_recorded_epoch,
+    list_epoch_records,
+    list_resumed_runs,
+)
 from paragrad.trainer.checkpoint.tensor_files import save_weights
 from paragrad.trainer.exchange_setup import set_up_exchange
 from paragrad.trainer.server_rank import dismiss_run_servers, run_parameter_server
@@ -40,7 +46,6 @@ from paragrad.validation.validate import ValidatedRun
 # Receives {"epoch", "step", "steps", "loss"}, at most ten times a second. After a test it also
 # receives {"metric", "test"}.
 Progress = Callable[[dict[str, Any]], None]
-SAVE_PHASE = "save"  # {"phase": SAVE_PHASE} is reported before a checkpoint is written
 
 
 def train_rank(
@@ -100,12 +105,14 @@ def train_rank(
                 write_scalars,
             )
             cpu = CpuMeter()
-            status = loop.run_training()
-            record.write_line("cpu", **cpu.measure_usage())
-            log_memory(trainer.training, loop.peak_optimizer_bytes)
+            with loop.follow_run():
+                status = loop.run_training()
+                record.write_line("cpu", **cpu.measure_usage())
+                log_memory(trainer.training, loop.peak_optimizer_bytes)
+                if not trainer.is_server and status == "finished":
+                    with world.stop.note_saving():
+                        save_trained_model(trainer, folder / "model.safetensors")
             if not trainer.is_server:
-                if status == "finished":
-                    save_trained_model(trainer, folder / "model.safetensors")
                 dismiss_run_servers(trainer.training)
             status = world.broadcast_object(status)  # Servers have no status of their own.
         finally:
@@ -230,11 +237,21 @@ class TrainingLoop(BatchLoop[int]):
         if self.trainer.is_server:
             run_parameter_server(self.training)
             return self.status
-        start = describe_run_start(self.validated_run, self.folder, self.steps)
-        self.best_test.write(self.trainer.world.rank == 0)
-        with self.callbacks.follow_run(start, lambda: self.status):
-            self._train_epochs()
+        self._train_epochs()
         return self.status
+
+    def follow_run(self) -> AbstractContextManager[None]:
+        """Call the callbacks at the beginning and at the end of the run, in this context."""
+        if self.trainer.is_server:
+            return nullcontext()
+        if self.validated_run.settings.keep:
+            self.best_test.write(self.trainer.world.rank == 0)
+        endpoints = self.training.options.exchange_options.endpoints
+        step = endpoints.step if endpoints is not None else None
+        return self.callbacks.follow_run(
+            describe_run_start(self.validated_run, self.folder, self.steps, step),
+            lambda: self.status,
+        )
 
     def _train_epochs(self) -> None:
         """Train all epochs that are left."""
@@ -402,10 +419,11 @@ class TrainingLoop(BatchLoop[int]):
             **({"sent": sent} if sent else {}),
             **self.epoch_fields,
         )
+        is_over = test is not None and self.handle_test(segment, test)
         if not self.trainer.strategy.guarantees.replicas_equal and self.is_stop_requested():
             self.end_early()  # The replicas might not average before the end of the run.
             return True
-        return test is not None and self.handle_test(segment, test)
+        return is_over
 
     def handle_test(self, segment: int, test: dict[str, float]) -> bool:
         """Report a test, and save if it is the best one. Collective.
@@ -419,7 +437,9 @@ class TrainingLoop(BatchLoop[int]):
         """
         job = self.validated_run.job
         self.write_scalars(self.trainer.steps, **{f"test {job.metric_name}": test["value"]})
-        report = EpochReport(self.serial_steps, segment, job.metric_name, test["value"])
+        report = EpochReport(
+            self.serial_steps, segment, job.metric_name, test["value"], job.wants_lower_tests
+        )
         if self.trainer.world.rank == 0 and self.last_step:
             self.report_progress(
                 {
@@ -431,13 +451,16 @@ class TrainingLoop(BatchLoop[int]):
                     "test": test["value"],
                 }
             )
-        if self.validated_run.settings.keep == "best" and self.best_test.is_beaten_by(report):
+        # all ranks do as rank 0 says, which alone may see the files
+        if self.validated_run.settings.keep == "best" and self.trainer.world.broadcast_object(
+            self.best_test.is_beaten_by(report)
+        ):
             self.save_progress()
             self.best_test.keep(report, writes=self.trainer.world.rank == 0)
         is_over = self.callbacks.observe_test(report)
         if job.callbacks:
             is_over = self.trainer.world.broadcast_object(is_over)
-        return is_over or self.validated_run.settings.has_reached_goal(test)
+        return is_over or self.validated_run.settings.has_reached_goal(test, job)
 
     def get_sent_counts(self, what: str) -> dict[str, Any]:
         """Return what was sent outside of steps, for tests or checkpoints."""
@@ -473,7 +496,7 @@ class TrainingLoop(BatchLoop[int]):
         )
         if line is None:
             return self.end_segment(epoch, self.record.now())
-        return self.validated_run.settings.has_reached_goal(line["test"])
+        return self.validated_run.settings.has_reached_goal(line["test"], self.validated_run.job)
 
     def report_step(self, epoch: int, loss: float) -> None:
         """Report the progress on rank 0, at most ten times a second."""
@@ -509,55 +532,76 @@ class TrainingLoop(BatchLoop[int]):
         """Save a checkpoint, unless there is one of the current progress."""
         if self.saved_progress == self.progress:
             return
-        if self.trainer.world.rank == 0:
-            self.report_progress({"phase": SAVE_PHASE})
-        self.trainer.save(
-            self.folder,
-            resume_check.build_job_identity(self.validated_run.job, self.validated_run.inspection),
-            **self.checkpoint_fields,
-        )
+        with self.trainer.world.stop.note_saving():
+            self.trainer.save(
+                self.folder,
+                resume_check.build_job_identity(
+                    self.validated_run.job, self.validated_run.inspection
+                ),
+                **self.checkpoint_fields,
+            )
         if sent := self.get_sent_counts(CHECKPOINT_TRAFFIC):
             self.record.write_line("checkpoint", step=self.trainer.steps, sent=sent)
         self.saved_progress = self.progress
 
 
-def describe_run_start(validated_run: ValidatedRun, folder: Path, steps: int) -> RunStart:
+def describe_run_start(
+    validated_run: ValidatedRun, folder: Path, steps: int, step: int | None = None
+) -> RunStart:
     """Describe what is known of a run before its first step, for callbacks.
 
     Args:
         validated_run: The validated job, strategy and settings.
+
         folder: The folder of the run.
+
         steps: The steps of the whole training.
+
+        step: The completed steps, if ranks were started again in this run.
     """
     job = validated_run.job
-    rounds = validated_run.rounds
     saved = validated_run.resume_checkpoint
-    epoch_steps = validated_run.inspection.order.steps
-    tests = (
-        EpochReport(
-            rounds.count_serial_steps(line["epoch"] + 1)
-            if rounds
-            else (line["epoch"] + 1) * epoch_steps,
-            line["epoch"],
-            job.metric_name,
-            line["test"]["value"],
-        )
-        for line in (
-            saved.list_epoch_records()
-            if saved and job.callbacks and (rounds is not None) == ("rounds" in saved.state)
-            else ()
-        )
-        if line["test"]
-    )
+    completed = step if step is not None else saved.step if saved else 0
+    tests = list_earlier_tests(validated_run, folder, completed) if job.callbacks else []
     return RunStart(
         folder,
         job.name,
         str(validated_run.requested),
-        saved.step if saved else 0,
+        completed,
         steps,
         job.metric_name,
         tuple(tests),
     )
+
+
+def list_earlier_tests(
+    validated_run: ValidatedRun, folder: Path, completed: int
+) -> list[EpochReport]:
+    """List the tests that a run, and those from which it goes on, made up to a step.
+
+    Args:
+        validated_run: The validated job, strategy and settings.
+        folder: The folder of the run.
+        completed: The completed steps.
+
+    Returns:
+        The tests in order.
+    """
+    job, rounds = validated_run.job, validated_run.rounds
+    epoch_steps = validated_run.inspection.order.steps
+    tests: dict[int, EpochReport] = {}
+    for run, limit in list_resumed_runs(folder, completed):
+        for line in list_epoch_records(run, trains_clients=rounds is not None):
+            epoch = line["epoch"]
+            end = rounds.count_serial_steps(epoch + 1) if rounds else (epoch + 1) * epoch_steps
+            if line["test"] and end <= limit:
+                tests.setdefault(
+                    epoch,
+                    EpochReport(
+                        end, epoch, job.metric_name, line["test"]["value"], job.wants_lower_tests
+                    ),
+                )
+    return [tests[epoch] for epoch in sorted(tests)]
 
 
 def log_memory(training: Training, other_optimizer_bytes: int = 0) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import Any
 
 from rich.console import Console
@@ -66,11 +67,19 @@ class ProgressDisplay:
             A function that takes {"step", "steps", and "loss" or "difference" if known}; after a
             test also {"epoch", "metric", "test"}.
         """
-        return (
+        show = (
             self._track_with_bar(name)
             if self.console.is_terminal
             else self._track_with_lines(name, what)
         )
+
+        def report(state: dict[str, Any]) -> None:
+            # A reader of the pipe that is gone (`| tee`, at Ctrl-C) is no reason to end the run.
+            # rich leaves Python then.
+            with suppress(BrokenPipeError, SystemExit):
+                show(state)
+
+        return report
 
     def _track_with_bar(self, name: str) -> Any:
         task = self.bars.add_task(name, total=None, value="")

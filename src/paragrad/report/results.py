@@ -355,8 +355,11 @@ def _find_goal_reached(
     results: ComparisonResults, record: Record, taken: StepTime | None
 ) -> GoalReached | None:
     goal = Settings(until=results.until).goal
+    job = record.header["job"]
+    # records of earlier versions do not say it
+    lower = job.get("lower_is_better", job["metric"] == "loss")
     for line in record.select_lines("epoch"):
-        if goal and taken and line["test"] and goal.is_reached(line["test"]["value"]):
+        if goal and taken and line["test"] and goal.is_reached(line["test"]["value"], lower):
             steps = sum(
                 step_line["epoch"] <= line["epoch"] for step_line in record.select_lines("step")
             )

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -19,24 +20,57 @@ PR_SET_PDEATHSIG = 1
 
 
 class StopRequest:
-    """A flag that one part of a program sets and another reads.
+    """A flag that one part of a program sets and another reads, and signs of life of the other.
 
     It has no lock, because a signal handler could find the lock taken.
 
     Attributes:
         is_requested: Whether a stop is requested.
+
+        beats: How often the program has come further: a step, a batch of a test.
+
+        last_beat: The time of the last one, on the monotonic clock; 0.0 before it.
+
+        longest_gap: The longest time between two, in seconds.
+
+        is_saving: Whether files are being written.
     """
 
     def __init__(self) -> None:
         self.is_requested = False
+        self.beats = 0
+        self.last_beat = 0.0
+        self.longest_gap = 0.0
+        self.is_saving = False
+
+    def beat(self) -> None:
+        """Note that the program has come further."""
+        now = time.monotonic()
+        if self.last_beat:
+            self.longest_gap = max(self.longest_gap, now - self.last_beat)
+        self.last_beat = now
+        self.beats += 1
+
+    @contextmanager
+    def note_saving(self) -> Iterator[None]:
+        """Note that files are being written, while the context is active."""
+        was_saving = self.is_saving
+        self.is_saving = True
+        try:
+            yield
+        finally:
+            self.is_saving = was_saving
+            self.beat()
 
     def set(self) -> None:
         """Request a stop."""
         self.is_requested = True
 
     def clear(self) -> None:
-        """Withdraw the request."""
+        """Withdraw the request, and begin anew."""
         self.is_requested = False
+        self.last_beat = 0.0
+        self.longest_gap = 0.0
 
     def is_set(self) -> bool:
         """Tell whether a stop is requested."""

@@ -103,6 +103,7 @@ def evaluate_dataset(
             batch_sums = score(kept, places, gradients)
         total = total + batch_sums[0]
         weight = weight + batch_sums[1]
+        world.stop.beat()
     sums = world.all_reduce(torch.tensor([total, weight], dtype=torch.float64))
     total, weight = share_output_sums(setup.layout, sums.tolist())
     return {"value": total / weight if weight else math.nan, "weight": weight}

@@ -55,15 +55,20 @@ class Until:
 
     Attributes:
         metric: The name of the metric, or "loss".
-        value: The value to reach: from below for a metric, from above for the loss.
+        value: The value to reach: from above if a lower value is better, otherwise from below.
     """
 
     metric: str
     value: float
 
-    def is_reached(self, test: float) -> bool:
-        """Return whether a test value reaches the goal."""
-        return test <= self.value if self.metric == "loss" else test >= self.value
+    def is_reached(self, test: float, lower_is_better: bool) -> bool:
+        """Return whether a test value reaches the goal.
+
+        Args:
+            test: The test value.
+            lower_is_better: Whether a lower value is better.
+        """
+        return test <= self.value if lower_is_better else test >= self.value
 
     def __str__(self) -> str:
         return f"{self.metric}={self.value:g}"
@@ -213,13 +218,16 @@ class Settings:
         """Return whether `limit` steps are completed."""
         return self.limit is not None and steps >= self.limit
 
-    def has_reached_goal(self, test: Mapping[str, float] | None) -> bool:
+    def has_reached_goal(self, test: Mapping[str, float] | None, job: Job) -> bool:
         """Return whether a test reaches the goal.
 
         Args:
             test: The test's result {"value", ...}, or None if there was no test.
+            job: The job.
         """
-        return bool(self.goal and test and self.goal.is_reached(test["value"]))
+        return bool(
+            self.goal and test and self.goal.is_reached(test["value"], job.wants_lower_tests)
+        )
 
     @property
     def slow_ranks(self) -> SlowRanks:

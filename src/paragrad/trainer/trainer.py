@@ -84,6 +84,8 @@ class Trainer:
 
         folder: Where the user's own loop saves, or None.
 
+        loaded_folder: The folder of the run from whose checkpoint this one goes on, or None.
+
         overwrites: Whether saving there removes checkpoints of later steps.
     """
 
@@ -108,6 +110,7 @@ class Trainer:
         )
         self.training.adopt_checker(self.checker)
         self.folder: Path | None = None
+        self.loaded_folder: Path | None = None
         self.overwrites = False
         if strategy.adapts_shares or self.pace.slow_ranks != SlowRanks():
             self.training.add_observer(PaceObserver(self.training, self.pace))
@@ -313,7 +316,12 @@ class Trainer:
 
             Refused: The folder of `parallelize` has checkpoints of another training.
         """
-        if self.folder is not None and not self.steps and not self.overwrites:
+        if (
+            self.folder is not None
+            and not self.training.state.own_steps
+            and not self.overwrites
+            and self.loaded_folder != self.folder.resolve()
+        ):
             self._refuse_full_folder(self.folder)
         return self.training.make_step(inputs, target)
 
@@ -492,7 +500,11 @@ class Trainer:
         if folder is None:
             raise Refused("trainer.save() wants a folder: give it here, or to pg.parallelize")
         trainer_snapshot.save_snapshot(
-            self.training, Path(folder), identity, extra_state, overwrite or self.overwrites
+            self.training,
+            Path(folder),
+            identity,
+            extra_state,
+            overwrite or (self.overwrites and Path(folder) == self.folder),
         )
 
     def use_folder(self, folder: str | Path, overwrite: bool = False) -> None:
@@ -528,9 +540,9 @@ class Trainer:
         Raises:
             Refused: If there is no undamaged checkpoint, or if it does not fit.
         """
-        trainer_snapshot.restore_snapshot(
-            self.training, agree_on_newest_checkpoint(self.world, Path(folder))
-        )
+        saved = agree_on_newest_checkpoint(self.world, Path(folder))
+        trainer_snapshot.restore_snapshot(self.training, saved)
+        self.loaded_folder = saved.folder.parent
 
     def close(self) -> None:
         """Close the exchange; the model is a plain one again."""

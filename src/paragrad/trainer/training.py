@@ -541,6 +541,7 @@ class Training:
         own_sums = LossSums(sums.loss * sums.used_divisor, sums.weight)
         for each in self.observers:
             each.finish(batch, own_sums, rate)
+        setup.world.stop.beat()
         self.state.count_step()
 
     # ---- what passes ask their host ----------------------------------------------------------

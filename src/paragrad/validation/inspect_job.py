@@ -250,6 +250,11 @@ def _check_job_fields(job: Job) -> None:
     for name in ("scheduler", "metric", "collate"):
         if getattr(job, name) is not None and not callable(getattr(job, name)):
             raise Refused(f"job {job.name}: {name} must be a function or None")
+    if not isinstance(job.lower_is_better, bool | None):
+        raise Refused(
+            f"job {job.name}: lower_is_better must be True, False or None, got "
+            f"{job.lower_is_better!r}"
+        )
     if not isinstance(job.callbacks, list | tuple) or not all(
         isinstance(each, Callback) for each in job.callbacks
     ):

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import warnings
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -66,16 +67,6 @@ class SavedCheckpoint:
             else None
         )
 
-    def list_epoch_records(self) -> list[dict[str, Any]]:
-        """List the record lines of the epochs that the saved run completed, in order."""
-        lines = [
-            line
-            for name in ("rank-0.jsonl", "run.jsonl")
-            for line in read_lines(self.folder.parent / name, spans=False)
-            if line["kind"] == "epoch"
-        ]
-        return sorted(lines, key=lambda line: int(line["epoch"]))
-
 
 @dataclass(frozen=True)
 class BestCheckpoint:
@@ -125,6 +116,43 @@ def write_best_checkpoint(best: BestCheckpoint, run: Path) -> None:
     with add_file_name(partial):
         partial.write_text(text)
     partial.rename(run / BEST_FILE)
+
+
+def list_epoch_records(run: Path, trains_clients: bool) -> list[dict[str, Any]]:
+    """List the record lines of the epochs that a run completed, in order.
+
+    Args:
+        run: The folder of the run.
+        trains_clients: Whether an epoch is a round; a run with the other kind has none.
+    """
+    lines = [
+        line
+        for name in ("rank-0.jsonl", "run.jsonl")
+        for line in read_lines(run / name, spans=False)
+        if line["kind"] == "epoch" and ("clients" in line) == trains_clients
+    ]
+    return sorted(lines, key=lambda line: int(line["epoch"]))
+
+
+def list_resumed_runs(run: Path, completed: int) -> Iterator[tuple[Path, int]]:
+    """List a run and the runs from which it goes on, the newest first.
+
+    Args:
+        run: The folder of the run.
+        completed: Its completed steps.
+
+    Yields:
+        (folder of a run, completed steps that belong to the training).
+    """
+    seen: set[Path] = set()
+    while run not in seen:
+        seen.add(run)
+        yield run, completed
+        lines = read_lines(run / "run.jsonl", spans=False)
+        resumed = next((line["resumed"] for line in lines if line["kind"] == "run"), None)
+        if not resumed:
+            return
+        run, completed = Path(resumed["run"]), min(completed, int(resumed["step"]))
 
 
 def find_recorded_epoch(run: Path, epoch: int) -> dict[str, Any] | None:

@@ -111,6 +111,7 @@ class ReferenceStep:
                 self.loss_only,
                 test,
             )
+        training.world.stop.beat()
         if training.setup.exchange is not None and self.module is training.module:
             parameters = dict(self.module.model.named_parameters())
             training.exchange.note_outside_backward(
