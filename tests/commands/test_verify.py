@@ -240,4 +240,6 @@ def test_inexact_strategy_is_not_equal(tmp_path: Path) -> None:
 def test_every_strategy_on_every_built_in_job(
     data: Path, name: str, row: str, tmp_path: Path
 ) -> None:
-    assert pg.verify(pg.job(name), ROWS[row](2), runs=tmp_path, data=data).same
+    certificate = pg.verify(pg.job(name), ROWS[row](2), runs=tmp_path, data=data)
+    # the only one of these jobs with batch norm: statistics of a share are not those of the batch
+    assert certificate.same == ((row, name) != ("own batch norm", "mnist-resnet"))

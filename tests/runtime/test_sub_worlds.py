@@ -243,7 +243,7 @@ LEAVES = """
     from paragrad.runtime.rendezvous import join_world
 
     with join_world(int(sys.argv[1]), 2, Path(sys.argv[2]), timeout=30.0) as world:
-        grid = world.with_axes(("data", 2), ("tensor", 1))
+        grid = world.add_axes(("data", 2), ("tensor", 1))
         kept = [world, grid, grid.select_axes("data"), grid.select_axes("tensor"), grid.duplicate(),
                 grid.duplicate().split_ranks([[1, 0]])]
         assert [each.group is None for each in kept] == [False, False, False, True, False, False]

@@ -60,19 +60,19 @@ TRAINS = """
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(10, 300), nn.Tanh(), nn.Linear(300, 4)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    with pg.parallelize(model, nn.functional.cross_entropy, optimizer, "data(auto,
-            reduce=ring)") as trainer:
+    strategy = "data(auto, reduce=ring)"
+    with pg.parallelize(model, nn.functional.cross_entropy, optimizer, strategy) as trainer:
         for epoch in range(5):
             for batch in trainer.batches(data, batch=32, epoch=epoch):
                 trainer.step(*batch)
         world = trainer.world
-        for schedule, length in itertools.product((Ring(), RingAsync(5), Tree(), Butterfly(),
-                Star()), (1, 3, 1000, 100_003)):
+        schedules = Ring(), RingAsync(5), Tree(), Butterfly(), Star()
+        for schedule, length in itertools.product(schedules, (1, 3, 1000, 100_003)):
             if world.size > 1:
                 mine = vector(world.rank, length)
                 run_all_reduce(schedule, mine, world)
-                assert torch.equal(mine, sum(vector(rank, length) for rank in range(world.size))),
-                        (schedule, length)
+                expected = sum(vector(rank, length) for rank in range(world.size))
+                assert torch.equal(mine, expected), (schedule, length)
         print(world.rank, "of", world.size, world.backend)
         if world.rank == 0:
             torch.save(model.state_dict(), sys.argv[1])

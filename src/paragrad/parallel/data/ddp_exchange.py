@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -54,7 +55,9 @@ class CountingLoss(nn.Module):
 
     The gradient of the parameter `counter` is (weight, loss, ranks asked to stop, doubtful weight).
     Everything that sums gradients also sums these numbers in the same message: over micro-batches,
-    over ranks, along any schedule.
+    over ranks, along any schedule. Weights are sent in units of a power of two near the divisor of
+    the step, so that they are not much larger than gradients: a reproducible sum rounds all numbers
+    of a bucket to one unit.
 
     Args:
         loss_module: The model and the loss. The model has at least one trained parameter.
@@ -63,6 +66,7 @@ class CountingLoss(nn.Module):
         loss_module: The model and the loss. Its forward gives a share of the mean, and its weight.
         counter: Parameter of 4 numbers. Its gradient is the totals.
         stop_requested: 1.0 if this rank was asked to stop, otherwise 0.0.
+        weight_unit: The unit of the weights; the same on all ranks.
     """
 
     def __init__(self, loss_module: LossModule) -> None:
@@ -77,6 +81,7 @@ class CountingLoss(nn.Module):
         dtype = torch.promote_types(real, torch.float32)
         self.counter = nn.Parameter(torch.zeros(4, dtype=dtype, device=parameter.device))
         self.stop_requested = 0.0
+        self.weight_unit = 1.0
 
     def forward(self, inputs: Any, target: Any, samples: int) -> tuple[Tensor, float]:
         """Return the share of the mean, with the totals attached to its graph, and the weight.
@@ -87,8 +92,10 @@ class CountingLoss(nn.Module):
             samples: Number of samples that count. 0: the doubtful weight is 0 too.
         """
         share, weight = self.loss_module(inputs, target, samples)
+        doubtful = self.loss_module.doubtful_weight if samples else 0.0
+        self.weight_unit = 2.0 ** math.frexp(self.loss_module.divisor or 1.0)[1]
         totals = self.counter.new_tensor(
-            [weight, 0.0, self.stop_requested, self.loss_module.doubtful_weight if samples else 0.0]
+            [weight / self.weight_unit, 0.0, self.stop_requested, doubtful / self.weight_unit]
         )
         totals[1] = share.detach()
         return share + (self.counter * totals).sum(), weight
@@ -306,8 +313,10 @@ class DDPExchange(BucketedExchange):
             )
 
     def reduce_totals(self) -> list[float]:
-        assert self.counting_loss.counter.grad is not None
-        return self.counting_loss.counter.grad.tolist()  # type: ignore[no-any-return]
+        counting = self.counting_loss
+        assert counting.counter.grad is not None
+        weight, loss, stop, doubtful = counting.counter.grad.tolist()
+        return [weight * counting.weight_unit, loss, stop, doubtful * counting.weight_unit]
 
     def add_ready_bucket(self, bucket: Bucket, last: bool) -> None:
         """Take a bucket after DDP reports its gradients as ready.
