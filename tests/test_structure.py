@@ -54,6 +54,8 @@ STRATEGIES, ALL_REDUCES, COMPRESSORS = (
 DISTRIBUTED = {
     "paragrad.runtime.world",
     "paragrad.runtime.rendezvous",
+    # the default group that user code sees
+    "paragrad.runtime.single_group",
     "paragrad.executors.transport",
     # an engine of torch's own
     "paragrad.parallel.data.fully_sharded",

@@ -317,6 +317,7 @@ def test_non_finite_loss_names_rank_step_and_tensor(pool: Launcher, tmp_path: Pa
         "step": 3,
         "tensor": "output of middle",  # type: ignore[index]
         "message": error.message,
+        "traceback": error.traceback,
     }
 
 

@@ -159,8 +159,9 @@ def draw_sampler(sampler: Any, seed: int, epoch: int) -> Any:
             if isinstance(sampler, Sampler):
                 if hasattr(sampler, "set_epoch"):
                     sampler.set_epoch(epoch)
-                if isinstance(getattr(sampler, "generator", None), torch.Generator):
-                    sampler.generator.manual_seed(generator.initial_seed())  # type: ignore[attr-defined]
+                own: Any = getattr(sampler, "generator", None)
+                if isinstance(own, torch.Generator):
+                    own.manual_seed(generator.initial_seed())
                 drawn = list(sampler)
             else:
                 drawn = sampler(epoch, generator)

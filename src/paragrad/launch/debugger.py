@@ -71,7 +71,8 @@ def handle_breakpoints(ranks: int, on_debug: Callable[[], None]) -> Iterator[Non
             on_debug()
             signal.signal(signal.SIGINT, signal.default_int_handler)
             launcher_group = _give_terminal(os.getpgrp())
-            debugger = pdb.Pdb(stdin=open(DEBUGGER_STDIN, closefd=False), stdout=sys.stderr)  # noqa: SIM115
+            stdin = os.fdopen(DEBUGGER_STDIN, closefd=False)
+            debugger = pdb.Pdb(stdin=stdin, stdout=sys.stderr)
             debugger.prompt = "(Pdb) "
         debugger.set_trace(sys._getframe(1))
 

@@ -25,7 +25,8 @@ _single_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary(
 def act_alone() -> Iterator[None]:
     """Let the default process group have this rank only, while the context is active.
 
-    Groups that are named in a call are as they were.
+    Collectives of groups that are named in a call are as they were. `dist.get_rank(group)` is not:
+    it looks for the rank of the default group in them.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield
@@ -44,11 +45,13 @@ def _get_single_group(default: Any) -> Any:
     if default not in _single_groups:
         c10d = dist.distributed_c10d
         rank = dist.get_rank()
+        # over shared memory no rank opens a port
+        backend = "shm" if dist.get_backend() == "shm" else "gloo"
         group, _ = c10d._new_process_group_helper(
             1,
             0,
             [rank],
-            "gloo",
+            backend,
             dist.HashStore(),
             f"paragrad/alone/{rank}/{len(c10d._world.pg_names)}",
             timeout=timedelta(seconds=CREATE_SECONDS),

@@ -684,7 +684,8 @@ class Jagged(nn.Module):
         rows = [row[: 7 if row[0] > 0 else 3, None] for row in x]
         packed = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
         hidden = torch.relu(self.first(packed))
-        return self.last(torch.stack([row.mean(0) for row in hidden.unbind()]))  # type: ignore[no-any-return]
+        means = torch.stack([row.mean(0) for row in hidden.unbind()])
+        return self.last(means)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("strategy", ["place(2)", "pipeline(2, micro=2)"])
