@@ -98,7 +98,7 @@ class RankFailed(RuntimeError):
         self.differs = differs
 
     @classmethod
-    def from_error(cls, error: BaseException, rank: int | None) -> RankFailed:
+    def wrap_error(cls, error: BaseException, rank: int | None) -> RankFailed:
         """Make the failure of a rank from the error that it raised.
 
         Args:

@@ -99,4 +99,4 @@ def join_training(
         with join_world(0, 1, Path(), timeout=chosen.timeout, device=chosen.device) as world:
             return endpoints.number, run_joined_worker(world, validated_run, endpoints)
     except StepFailed as error:
-        raise RankFailed.from_error(error, rank=None) from error
+        raise RankFailed.wrap_error(error, rank=None) from error

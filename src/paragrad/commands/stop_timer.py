@@ -27,7 +27,7 @@ class StopOverdue(BaseException):
     It is no Exception, so that no callback and no loop takes it for an error of its own.
     """
 
-    def to_failure(self) -> RankFailed:
+    def make_failure(self) -> RankFailed:
         """Return the failure to show and to record."""
         return RankFailed(str(self), rank=None)
 
@@ -72,7 +72,7 @@ class StopTimer:
         try:
             yield
         except StopOverdue as error:
-            raise error.to_failure() from None
+            raise error.make_failure() from None
         finally:
             self.launcher.follow_life(None)
             if self.previous is not None:

@@ -288,12 +288,12 @@ def train_on_ranks(
                     on_report=lambda rank, value: progress(value) if progress else None,
                 )
         except StopOverdue as error:
-            failed = error.to_failure()
+            failed = error.make_failure()
             _record_broken_run(record, validated_run, folder, "failed", failed)
             raise failed from None
         # raised in this process, which coordinates the others
         except StepFailed as error:
-            failed = RankFailed.from_error(error, None)
+            failed = RankFailed.wrap_error(error, None)
             _record_broken_run(record, validated_run, folder, "failed", failed)
             raise failed from error
         except RankFailed as error:
@@ -385,7 +385,7 @@ def _train_under_launcher(
                     world, validated_run, folder, record.origin, report=progress
                 )
             except StepFailed as error:
-                failed = RankFailed.from_error(error, world.rank)
+                failed = RankFailed.wrap_error(error, world.rank)
                 with suppress(OSError):
                     _write_end_line(record, "failed", failed)
                 with suppress(OSError):
@@ -401,7 +401,7 @@ def _train_under_launcher(
                         world, validated_run.job, validated_run.resolved, validated_run.settings
                     )
                 except StepFailed as error:
-                    raise RankFailed.from_error(error, world.rank).with_message(
+                    raise RankFailed.wrap_error(error, world.rank).with_message(
                         describe_failed_check(folder, error.message)
                     ) from error
                 record.write_line(

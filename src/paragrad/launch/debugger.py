@@ -73,7 +73,6 @@ def handle_breakpoints(ranks: int, on_debug: Callable[[], None]) -> Iterator[Non
             launcher_group = _give_terminal(os.getpgrp())
             stdin = os.fdopen(DEBUGGER_STDIN, closefd=False)
             debugger = pdb.Pdb(stdin=stdin, stdout=sys.stderr)
-            debugger.prompt = "(Pdb) "
         debugger.set_trace(sys._getframe(1))
 
     sys.breakpointhook = handle_breakpoint

@@ -259,7 +259,7 @@ def _call_task_function(
 
 
 def _make_task_failure(task: RankTask, error: BaseException) -> TaskFailure:
-    return TaskFailure(RankFailed.from_error(error, task.rank), StepFailed.wrap_error(error).when)
+    return TaskFailure(RankFailed.wrap_error(error, task.rank), StepFailed.wrap_error(error).when)
 
 
 if __name__ == "__main__":

@@ -66,10 +66,7 @@ class CallbackRunner:
         Raises:
             CallbackFailed: A callback failed.
         """
-        for callback in self.callbacks:
-            with _name_callback(callback):
-                self.wants_end |= bool(callback.observe_step(report))
-        return self.wants_end
+        return self._call_each(lambda callback: callback.observe_step(report))
 
     def observe_test(self, report: EpochReport) -> bool:
         """Call the callbacks after a test.
@@ -83,9 +80,13 @@ class CallbackRunner:
         Raises:
             CallbackFailed: A callback failed.
         """
+        return self._call_each(lambda callback: callback.observe_test(report))
+
+    def _call_each(self, call: Callable[[Callback], bool | None]) -> bool:
+        """Call each callback, and remember whether one wants to end the run."""
         for callback in self.callbacks:
             with _name_callback(callback):
-                self.wants_end |= bool(callback.observe_test(report))
+                self.wants_end |= bool(call(callback))
         return self.wants_end
 
 
