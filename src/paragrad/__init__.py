@@ -17,6 +17,7 @@ if typing.TYPE_CHECKING:
     from paragrad.commands.train import train
     from paragrad.commands.verify import verify
     from paragrad.datasets.loading import WholeBatch
+    from paragrad.datasets.stream import Stream
     from paragrad.engine.exchange import Exchange
     from paragrad.engine.layout import ShardSpec
     from paragrad.engine.model_shard import ModelShard
@@ -130,6 +131,7 @@ __all__ = [
     "StepFailed",
     "StepReport",
     "Strategy",
+    "Stream",
     "Table",
     "Tensor",
     "Threshold",
@@ -158,6 +160,7 @@ _HOMES = {
     name: home
     for home, names in {
         "datasets.loading": "WholeBatch",
+        "datasets.stream": "Stream",
         "errors": "RankFailed Refused StepFailed",
         "jobs.callback": "Callback EarlyStopping EpochReport RunStart StepReport",
         "jobs.find_job": "job",

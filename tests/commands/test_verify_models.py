@@ -99,7 +99,7 @@ def test_ignored_targets_in_one_batch_of_forty_are_found(tmp_path: Path) -> None
     """
     vectors = TensorDataset(numbers(480, 10, seed=1), whole(4, 480, seed=2))
     plain = job("rare", mlp, vectors, loss=untraced)
-    late = plain.make_order(480).get_indices(0, range(360, 363))
+    late = plain.make_order(range(480)).get_indices(0, range(360, 363))
     found = verified(plain.replace(train=ignoring(vectors, *late)), "data(2)", tmp_path)
     assert not found.same
     assert verified(plain, "data(2)", tmp_path).same

@@ -150,7 +150,7 @@ def test_strategies_train_as_serial_does(name: str, strategy: str, tmp_path: Pat
 
 def test_repeated_sample_has_transforms_of_its_own() -> None:
     """A rare class that is drawn ten times in an epoch was ten times the same image."""
-    order = SampleOrder.build(SIZE, 8, 0, lambda epoch, generator: [4, 5, 4, 4])
+    order = SampleOrder.build(range(SIZE), 8, 0, lambda epoch, generator: [4, 5, 4, 4])
     indices = order.get_indices(0, range(4))
     assert indices == [4, 5, 4, 4]
     inputs, _ = Samples(Augmented())[0, indices]
@@ -162,9 +162,9 @@ def test_repeated_sample_has_transforms_of_its_own() -> None:
 
 def test_order_is_a_function_of_seed_and_epoch() -> None:
     for name, sampler in SAMPLERS.items():
-        first = SampleOrder.build(SIZE, 8, 0, sampler)
-        again = SampleOrder.build(SIZE, 8, 0, sampler)
-        other = SampleOrder.build(SIZE, 8, 1, sampler)
+        first = SampleOrder.build(range(SIZE), 8, 0, sampler)
+        again = SampleOrder.build(range(SIZE), 8, 0, sampler)
+        other = SampleOrder.build(range(SIZE), 8, 1, sampler)
         whole = range(first.samples)
         late = first.get_indices(5, whole)
         assert late == again.get_indices(5, whole)
@@ -233,7 +233,7 @@ def test_later_epoch_of_another_length_is_named() -> None:
         return range(10 if epoch < 5 else 9)
 
     check_sampler(shrink, 0, SIZE, 9)
-    order = SampleOrder.build(SIZE, 4, 0, shrink)
+    order = SampleOrder.build(range(SIZE), 4, 0, shrink)
     with pytest.raises(StepFailed, match="gives 9 samples in epoch 5 and 10 in the first"):
         order.get_indices(5, range(4))
 

@@ -151,7 +151,7 @@ def test_dataset_of_your_data_page_trains(tmp_path: Path, monkeypatch: pytest.Mo
     """
     text = (ROOT / "docs" / "your_data.md").read_text()
     code = re.search(
-        r"```python\n# readings.py\n(.*?)```\n\n```sh\n.venv/bin/paragrad (.*)\n```",
+        r"```python\n# readings.py\n(.*?)```\n\n```sh\n.venv/bin/paragrad ([^\n]*)\n```",
         text,
         re.DOTALL,
     )

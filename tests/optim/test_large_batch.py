@@ -435,7 +435,7 @@ def test_noise_scale_norms_equal_plain_torch(text: str, tmp_path: Path) -> None:
     made, _ = regression(samples=100)
     made = made.replace(batch=32, epochs=1)
     run = pg.train(made, text, runs=tmp_path, noise_scale=3)
-    order = made.make_order(100)
+    order = made.make_order(range(100))
     division = pg.strategy(text).division
     data: Any = made.train
     for step, lines in enumerate(Record(run.folder).group_step_lines()):

@@ -102,7 +102,7 @@ def test_serial_equals_plain_pytorch(row: str, column: str) -> None:
     """
     job = JOBS[column].replace(dtype=torch.float64)
     trainer = Trainer.build_for_job(World(), job, resolved(SERIAL[row]))
-    order = job.make_order(len(job.train))
+    order = job.make_order(job.train)
     model = job.build_model()
     optimizer = job.optimizer(model.parameters())
     scheduler = job.scheduler(optimizer) if job.scheduler else None

@@ -36,7 +36,7 @@ DTYPES = (torch.float32, torch.float64)
 def iterate_batches(job: pg.Job, steps: int) -> Iterator[tuple[Any, Any]]:
     dataset = open_dataset(job.train, None)
     samples = job.make_samples(dataset)
-    order = job.make_order(len(dataset))
+    order = job.make_order(dataset)
     for epoch, positions in list_first_batches(order, steps):
         indices = order.get_indices(epoch, positions)
         inputs, target = separate_target(samples[epoch, indices, list(range(len(indices)))])
@@ -64,7 +64,7 @@ def train_plainly(job: pg.Job, steps: int = STEPS) -> tuple[dict[str, Tensor], l
 def train_serially(job: pg.Job, steps: int = STEPS) -> tuple[dict[str, Tensor], list[float], Draws]:
     trainer = Trainer.build_for_job(World(), job, Serial())
     dataset = open_dataset(job.train, None)
-    order = job.make_order(len(dataset))
+    order = job.make_order(dataset)
     places = list_first_batches(order, steps)
     losses = [
         trainer.step(*separate_target(fetched)).loss
@@ -85,7 +85,7 @@ def test_serial_is_the_plain_loop(name: str, dtype: torch.dtype) -> None:
     job = JOBS[name].replace(dtype=dtype)
     ours, losses, draws = train_serially(job)
     dataset = open_dataset(job.train, None)
-    places = list_first_batches(job.make_order(len(dataset)), STEPS)
+    places = list_first_batches(job.make_order(dataset), STEPS)
     loop = PlainLoop(job, dataset, places, torch.device("cpu"), draws)
     assert losses == [loop.step() for _ in range(STEPS)]
     assert_bit_equal(ours, loop.state())
@@ -115,7 +115,7 @@ def test_built_in_jobs_are_plain(
     dataset = open_dataset(job.train, folder)
     job = job.replace(train=dataset)
     ours, losses, draws = train_serially(job)
-    places = list_first_batches(job.make_order(len(dataset)), STEPS)
+    places = list_first_batches(job.make_order(dataset), STEPS)
     loop = PlainLoop(job, dataset, places, torch.device("cpu"), draws)
     assert losses == [loop.step() for _ in range(STEPS)]
     assert_bit_equal(ours, loop.state())

@@ -306,7 +306,9 @@ ROWS: tuple[Row, ...] = (
         "it wants a number that the step does not have",
         scheduler=lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer),
     ),
-    refused("IterableDataset", r"map-style", "an order that is not ours to cut", data=Stream()),
+    refused(
+        "IterableDataset", r"paragrad.Stream", "an order that is not ours to cut", data=Stream()
+    ),
     refused(
         "sparse embedding",
         "sparse gradients",

@@ -38,7 +38,7 @@ def test_serial_is_the_plain_loop(row: Row, dtype: torch.dtype) -> None:
     if not hasattr(made.train, "__len__") and not callable(made.train):
         pytest.skip("every strategy refuses a dataset without a length")
     dataset = open_dataset(made.train, None)
-    order = made.make_order(len(dataset))
+    order = made.make_order(dataset)
     places = list_first_batches(order, STEPS)
     torch.set_num_threads(1)
     try:

@@ -230,8 +230,8 @@ ROWS = (
         "the collator's draws followed the share's first sample",
         collate=masked,
     ),
-    language("t5", T5, DROPOUT),
-    language("t5, few labels", T5, UNLABELLED, labelled=FEW),
+    language("t5", T5, DROPOUT, IN_FLOAT32),
+    language("t5, few labels", T5, UNLABELLED, IN_FLOAT32, FEW),
     language("llama", LLAMA, "rotary positions are computed in float32", IN_FLOAT32),
     language("llama, few labels", LLAMA, UNLABELLED, IN_FLOAT32, FEW),
     language(

@@ -265,7 +265,11 @@ class BatchSearch:
             job,
             self.chosen,
             self.settings,
-            replace(self.inspection, samples=samples, order=job.make_order(samples)),
+            replace(
+                self.inspection,
+                samples=samples,
+                order=replace(self.inspection.order, batch=batch, samples=samples),
+            ),
         )
 
     def measure_batch_step(self, batch: int) -> list[dict[str, int]]:

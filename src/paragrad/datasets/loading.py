@@ -8,8 +8,7 @@ named tuple, such as a PackedSequence, is one argument of the model.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,10 +16,10 @@ import numpy
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
-from torch.utils.data._utils import worker
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from paragrad.datasets.sampler import RepeatedIndex
+from paragrad.datasets.stream import Stream, hide_loader_process, is_stream
 from paragrad.errors import Refused, StepFailed, describe_error
 from paragrad.runtime.generators import fingerprint_generators, keep_generators, seed_generators
 from paragrad.runtime.timeout import limit_time
@@ -66,7 +65,7 @@ class Samples:
     does a dataset with `whole_batches = True`, unless there is a `collate`.
 
     Attributes:
-        dataset: A map-style dataset.
+        dataset: A map-style dataset, or a Stream.
         seed: The seed of the job.
         collate: The function from samples to a batch; None means torch's own.
         sample_timeout: Seconds that a sample may take.
@@ -85,6 +84,8 @@ class Samples:
 
     def __getitem__(self, key: tuple[int, list[int]] | tuple[int, list[int], list[int]]) -> Any:
         epoch, indices, *places = key
+        if isinstance(self.dataset, Stream):
+            self.dataset.read_batch(self.seed, epoch, indices, self.sample_timeout)
         if not places:
             return self._collate_samples(epoch, indices, len(indices))
         if isinstance(self.collate, WholeBatch):
@@ -108,10 +109,10 @@ class Samples:
         with keep_generators():
             drawn = self.draw_samples(epoch, indices)
             if self.collate is None:
-                with use_private_memory():
+                with hide_loader_process():
                     return default_collate(drawn)
             try:
-                with use_private_memory():
+                with hide_loader_process():
                     return self.collate(drawn)
             except Exception as error:
                 raise StepFailed(
@@ -140,28 +141,15 @@ class Samples:
         return drawn
 
     def _read_sample(self, index: int) -> Any:
+        dataset = self.dataset
         try:
-            return self.dataset[index]
+            return dataset.take_sample(index) if isinstance(dataset, Stream) else dataset[index]
         except StepFailed:
             raise
         except Exception as error:
             raise StepFailed(
                 f"sample {index} of the dataset raised {describe_error(error)}"
             ) from error
-
-
-@contextlib.contextmanager
-def use_private_memory() -> Iterator[None]:
-    """Let default_collate make batches in the memory of this process.
-
-    In a loader process it would put them into /dev/shm.
-    """
-    worker_info = worker._worker_info
-    worker._worker_info = None
-    try:
-        yield
-    finally:
-        worker._worker_info = worker_info
 
 
 def explain_whole_batch(samples: Samples, batch: int) -> str | None:
@@ -184,6 +172,9 @@ def explain_whole_batch(samples: Samples, batch: int) -> str | None:
     # spread over the dataset, because neighbours often have the same length
     indices = [len(samples) * number // count for number in range(count)]
     try:
+        if isinstance(samples.dataset, Stream):
+            indices = list(range(count))
+            samples.dataset.read_batch(samples.seed, 0, indices, samples.sample_timeout)
         with keep_generators():
             drawn = samples.draw_samples(0, indices)
             states = fingerprint_generators()
@@ -226,7 +217,7 @@ def wrap_collate_if_needed(samples: Samples, batch: int) -> Samples:
 
 
 def refuse_loader(dataset: Any, what: str) -> None:
-    """Refuse a DataLoader or a stream; each rank reads its own share of a map-style dataset.
+    """Refuse a DataLoader, and a stream that is no `Stream`.
 
     Args:
         dataset: The object given as dataset.
@@ -241,13 +232,11 @@ def refuse_loader(dataset: Any, what: str) -> None:
             f"global batch size as batch={dataset.batch_size or '...'}, and what the loader has as "
             "collate_fn as collate="
         )
-    by_place = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    if isinstance(dataset, IterableDataset) or (hasattr(dataset, "__iter__") and not by_place):
+    if is_stream(dataset):
         raise Refused(
-            f"{what} is a stream ({type(dataset).__name__}): no rank can take its share of a batch "
-            "from the middle of it; give a map-style dataset, with __len__ and "
-            "__getitem__(index). Where the samples fit into memory, list(stream) is one; "
-            "otherwise let __getitem__ read sample `index` from where the stream reads"
+            f"{what} gives samples one after the other only ({type(dataset).__name__}); give "
+            "paragrad.Stream(..., length=N), with N samples in an epoch, or list(...) if they fit "
+            "into memory"
         )
 
 

@@ -1,20 +1,21 @@
 """The exact order of samples, a pure function of (seed, epoch, index).
 
 The order does not depend on the number of workers. A sampler of the user may give it
-(`datasets/sampler.py`).
+(`datasets/sampler.py`), and a stream has its own (`datasets/stream.py`).
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import numpy
 
 from paragrad.datasets.sampler import SamplerOrder, SamplerOrFunction
+from paragrad.datasets.stream import Stream
 from paragrad.errors import Refused, StepFailed
 from paragrad.runtime.launcher_env import read_available_memory
 
@@ -35,21 +36,24 @@ class SampleOrder:
         seed: The seed of the order.
 
         sampler: The order of a sampler; None for each sample once.
+
+        is_stream: Whether the samples come in the order of the dataset, which is a stream.
     """
 
     samples: int
     batch: int
     seed: int
     sampler: SamplerOrder | None = None
+    is_stream: bool = False
 
     @classmethod
     def build(
-        cls, samples: int, batch: int, seed: int, sampler: SamplerOrFunction | None = None
+        cls, dataset: Any, batch: int, seed: int, sampler: SamplerOrFunction | None = None
     ) -> SampleOrder:
         """Build the order of a dataset.
 
         Args:
-            samples: The number of samples of the dataset.
+            dataset: The dataset; only its length matters, and whether it is a Stream.
             batch: The number of samples of a batch.
             seed: The seed of the order.
             sampler: The sampler, or None.
@@ -57,10 +61,19 @@ class SampleOrder:
         Raises:
             Refused: The sampler gives something else than indices.
         """
-        if sampler is None:
-            return cls(samples, batch, seed)
+        if isinstance(dataset, Stream) or sampler is None:
+            return cls(len(dataset), batch, seed, is_stream=isinstance(dataset, Stream))
         order = SamplerOrder(sampler, seed)
         return cls(len(order.draw_indices(0)), batch, seed, order)
+
+    def replace_seed(self, seed: int) -> SampleOrder:
+        """Return the order that another seed gives.
+
+        Args:
+            seed: The other seed.
+        """
+        sampler = None if self.sampler is None else SamplerOrder(self.sampler.sampler, seed)
+        return replace(self, seed=seed, sampler=sampler)
 
     @property
     def steps(self) -> int:
@@ -107,6 +120,8 @@ class SampleOrder:
                     "first; let all epochs have as many"
                 )
             return self.sampler.list_samples(epoch, positions)
+        if self.is_stream:
+            return list(positions)
         order = permute_samples(self.samples, self.seed, epoch)
         indices: list[int] = order[positions.start : positions.stop].tolist()
         return indices

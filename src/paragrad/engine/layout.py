@@ -63,6 +63,22 @@ class ShardSpec:
     is_primary: bool = True
     gradient_worlds: tuple[World, ...] = ()
 
+    @property
+    def element_count(self) -> int:
+        """The number of elements of the local tensor."""
+        if self.where is None:
+            return math.prod(self.shape)
+        if isinstance(self.where, range):
+            return len(self.where)
+        return sum(
+            math.prod(
+                _get_slice_stop(part, size) - (part.start or 0)
+                for part, size in zip(box, self.shape, strict=False)
+            )
+            * math.prod(self.shape[len(box) :])
+            for box in self.where
+        )
+
     def extract_shard(self, serial: Tensor) -> Tensor:
         """Copy the part out of the serial tensor.
 
@@ -192,13 +208,24 @@ def assemble_optimizer_state(parts: Iterable[tuple[ShardSpec, dict[str, Any]]]) 
         parts: (spec, state of the part) pairs.
 
     Returns:
-        The state by parameter and entry. Entries that are numbers come from any one part.
+        The state by parameter and entry. Entries without a value per element come from any one
+        part.
     """
+    parts = list(parts)
     assembled: OptimizerState = {}
     tensors = []
+    whole_entries = {
+        (spec.name, entry)
+        for spec, values in parts
+        for entry, value in values.items()
+        if spec.where is None
+        or not isinstance(value, Tensor)
+        or not value.dim()
+        or value.numel() != spec.element_count
+    }
     for spec, values in parts:
         for entry, value in values.items():
-            if spec.where is None or not isinstance(value, Tensor) or not value.dim():
+            if (spec.name, entry) in whole_entries:
                 assembled.setdefault(spec.name, {})[entry] = value
             else:
                 tensors.append((replace(spec, name=f"{spec.name}/{entry}"), value))
@@ -229,7 +256,7 @@ def install_shards(
             if parameter in old_state:
                 optimizer.state[part] = {
                     entry: spec.extract_shard(value)
-                    if isinstance(value, Tensor) and value.dim()
+                    if isinstance(value, Tensor) and value.dim() and value.shape == spec.shape
                     else copy.deepcopy(value)
                     for entry, value in old_state[parameter].items()
                 }

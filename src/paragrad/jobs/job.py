@@ -42,7 +42,8 @@ class Job:
 
         optimizer: parameters -> torch.optim.Optimizer.
 
-        train: A map-style dataset of (input, target) or of dicts, or f(data folder) -> dataset.
+        train: A map-style dataset of (input, target) or of dicts, a `paragrad.Stream` of these, or
+            f(data folder) -> dataset.
 
         batch: The global batch size. "fit" means as large as the memory of the ranks allows
             (train(..., memory="2GB")).
@@ -210,16 +211,16 @@ class Job:
         """
         return Samples(dataset, self.seed, self.collate)
 
-    def make_order(self, samples: int) -> SampleOrder:
-        """Make the order of samples for a dataset of this length.
+    def make_order(self, dataset: Dataset) -> SampleOrder:
+        """Make the order of samples for a dataset.
 
         Args:
-            samples: The number of samples of the dataset.
+            dataset: The dataset; its length matters, and whether it is a Stream.
 
         Returns:
             The order.
         """
-        return SampleOrder.build(samples, self.batch, self.seed, self.sampler)
+        return SampleOrder.build(dataset, self.batch, self.seed, self.sampler)
 
 
 def accuracy(output: Tensor, target: Tensor) -> tuple[float, int]:

@@ -24,6 +24,7 @@ from paragrad.datasets.loading import (
 )
 from paragrad.datasets.sample_order import SampleOrder
 from paragrad.datasets.sampler import SamplerOrFunction, check_sampler
+from paragrad.datasets.stream import Stream, refuse_sampled_stream
 from paragrad.engine.optimizer.modes import use_optimizer_eval_mode
 from paragrad.engine.passes import enter_pass_contexts
 from paragrad.engine.probe import use_model_eval_mode
@@ -243,9 +244,13 @@ class Trainer:
         """
         refuse_loader(dataset, "the dataset")
         training, state = self.training, self.training.state
-        if sampler is not None and not training.options.is_validated:
-            check_sampler(sampler, training.seed, len(dataset), epoch + 1)
-        order = SampleOrder.build(len(dataset), batch, training.seed, sampler)
+        if not training.options.is_validated:
+            if isinstance(dataset, Stream):
+                dataset.refuse_changing_samples(training.seed, batch)
+            if sampler is not None:
+                refuse_sampled_stream(dataset)
+                check_sampler(sampler, training.seed, len(dataset), epoch + 1)
+        order = SampleOrder.build(dataset, batch, training.seed, sampler)
         state.use_batch_size(min(batch, order.samples))
         self.strategy.refuse_small_batch(min(batch, order.samples), self.strategy)
         if self.strategy.adapts_shares:

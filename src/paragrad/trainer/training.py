@@ -29,7 +29,7 @@ from paragrad.engine.exchange import (
 from paragrad.engine.gradient_noise import GradientNorms
 from paragrad.engine.layout import Layout, OptimizerState, check_loss_ranks
 from paragrad.engine.optimizer.optimizer_state import (
-    copy_optimizer_attributes,
+    copy_unsaved_values,
     get_learning_rate,
 )
 from paragrad.engine.passes import COUNTED_STEPS, LossSums, enter_pass_contexts, run_passes
@@ -87,7 +87,7 @@ class TrainingState:
 
         is_scheduled_by_loop: Whether the loop steps the scheduler, and no step of the trainer does.
 
-        initial_optimizer_attributes: The attributes of the optimizer before the first step.
+        initial_optimizer_values: What the optimizer kept in itself before the first step.
 
         steps: The number of completed steps.
 
@@ -120,7 +120,7 @@ class TrainingState:
         self.next_check = 1
         self.is_check_requested = False
         self.is_scheduled_by_loop = False
-        self.initial_optimizer_attributes = copy_optimizer_attributes(optimizer)
+        self.initial_optimizer_values = copy_unsaved_values(optimizer)
         self.steps = 0
         self.own_steps = 0
         self.batch_size = 0

@@ -25,6 +25,7 @@ from paragrad.datasets.loading import (
 )
 from paragrad.datasets.sample_order import SampleOrder, refuse_endless_dataset
 from paragrad.datasets.sampler import check_sampler
+from paragrad.datasets.stream import Stream, refuse_sampled_stream
 from paragrad.engine import batch_norm
 from paragrad.engine.loss_additivity import (
     MAX_SAMPLES,
@@ -137,10 +138,11 @@ def inspect_job(job: Job, data: Path | None = None) -> JobInspection:
     train = _open_dataset(job, "train", data)
     test = _open_dataset(job, "test", data) if job.test is not None else None
     if job.sampler is not None:
+        refuse_sampled_stream(train)
         _call_job_function(
             job, "sampler", lambda: check_sampler(job.sampler, job.seed, len(train), job.epochs)
         )
-    order = job.make_order(len(train))
+    order = job.make_order(train)
     if job.batch > order.samples:
         warnings.warn(
             f"job {job.name}: the batch of {job.batch} is larger than the {order.samples} samples "
@@ -285,6 +287,8 @@ def _open_dataset(job: Job, which: str, data: Path | None) -> Dataset:
     if (samples := _call_job_function(job, f"len({which})", lambda: len(dataset))) == 0:
         raise Refused(f"job {job.name}: {which} has no samples")
     refuse_endless_dataset(samples, f"job {job.name}: {which}")
+    if isinstance(dataset, Stream):
+        _call_job_function(job, which, lambda: dataset.refuse_changing_samples(job.seed, job.batch))
     return dataset
 
 

@@ -48,6 +48,8 @@ def describe_sampler(order: SampleOrder) -> dict[str, Any]:
     Returns:
         {"sampler": name and checksum}; empty without a sampler.
     """
+    if order.is_stream:
+        return {"sampler": "the order of a stream"}
     if order.sampler is None:
         return {}
     sampler = order.sampler.sampler

@@ -137,7 +137,7 @@ class ValidatedRun:
         return replace(
             self,
             job=job,
-            inspection=replace(self.inspection, order=job.make_order(self.inspection.samples)),
+            inspection=replace(self.inspection, order=self.inspection.order.replace_seed(seed)),
         )
 
     def run_on_ranks(
@@ -243,6 +243,11 @@ def validate_run(
         raise Refused(
             f"{requested}: each client has samples and an order of its own, so nothing asks the "
             "job's sampler; leave it out"
+        )
+    if resolved.trains_clients and inspection.order.is_stream:
+        raise Refused(
+            f"{requested}: each client has samples of its own, and train is a stream, which gives "
+            "samples one after the other only; give a dataset with __getitem__"
         )
     if settings.noise_scale and (reason := explain_no_measurement(resolved)):
         raise Refused(f"{requested}: the gradient noise scale {reason}")

@@ -344,7 +344,7 @@ def alone_from(world: World, made: pg.Job, begun: State, first: int) -> State:
     trainer = Trainer.build_for_job(world, made, resolved("local(2, every=end)"))
     trainer.model.load_state_dict(begun)
     try:
-        order = made.make_order(len(made.train))
+        order = made.make_order(made.train)
         places = [
             (step // order.steps, list(order.list_batches())[step % order.steps])
             for step in (first, first + 1)
@@ -603,7 +603,7 @@ def test_elastic_replicas_share_a_center_without_counted_data(pool: Launcher) ->
     """Each took its own weights for the mean, and had a centre of its own from then on."""
     targets = TEXT.tensors[1][:24].clone()
     # of the first batch none counts
-    targets[torch.tensor(vectors().make_order(24).get_indices(0, range(12)))] = -100
+    targets[torch.tensor(vectors().make_order(range(24)).get_indices(0, range(12)))] = -100
     data = torch.utils.data.TensorDataset(TEXT.tensors[0][:24], targets)
     ranks = steps_on(
         pool,
@@ -641,7 +641,7 @@ def one_step_from(world: World, made: pg.Job, begun: list[State], step: int) -> 
     trainer = Trainer.build_for_job(world, made, resolved("local(3, every=end)"))
     trainer.model.load_state_dict(begun[world.rank])
     try:
-        order = made.make_order(len(made.train))
+        order = made.make_order(made.train)
         place = (step // order.steps, list(order.list_batches())[step % order.steps])
         for fetched in trainer.iterate_batches_at(made.train, order, [place]):
             trainer.step(*separate_target(fetched))

@@ -96,7 +96,7 @@ def parts_of(made: pg.Job, model: nn.Module, shares: list[int], steps: int) -> A
     """For each step, ranks' parts of the mean gradient by the model's weights of then, and how
     large they are: plain torch.
     """
-    order = made.make_order(len(made.train))
+    order = made.make_order(made.train)
     for step in range(steps):
         indices = order.get_indices(step // order.steps, order.get_batch(step % order.steps))
         sizes = apportion_samples(len(indices), shares)
@@ -1382,7 +1382,7 @@ def test_user_compressor_may_change_in_each_epoch(pool: Launcher) -> None:
     for step, parts, _ in parts_of(made, model, [1, 1], STEPS):
         for name, parameter in model.named_parameters():
             parameter.grad = sum(each[name] for each in parts)  # type: ignore[assignment]
-        model.get_parameter(LARGE).grad *= (1 + step // made.make_order(len(made.train)).steps) * (
+        model.get_parameter(LARGE).grad *= (1 + step // made.make_order(made.train).steps) * (
             1 + step
         )  # type: ignore[operator]
         optimizer.step()

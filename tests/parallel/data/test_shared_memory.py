@@ -235,7 +235,7 @@ def plainly(each: Job) -> tuple[dict[str, torch.Tensor], list[float]]:
     test set after each epoch.
     """
     model = each.build_model()
-    order = each.make_order(29)
+    order = each.make_order(range(29))
     optimizer = each.optimizer(model.parameters())
     tested = []
     for epoch in range(each.epochs):
@@ -614,7 +614,7 @@ def test_parameter_first_used_in_a_later_step(tmp_path: Path) -> None:
     fused SGD takes no momentum that some parameters have and others not yet.
     """
     late = job("late", Late, VECTORS)
-    order = late.make_order(len(VECTORS)).get_indices(0, range(len(VECTORS)))
+    order = late.make_order(VECTORS).get_indices(0, range(len(VECTORS)))
     x = VECTORS.tensors[0].clone()
     targets = VECTORS.tensors[1]
     x[order[14]] = 6.0

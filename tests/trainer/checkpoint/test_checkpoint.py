@@ -119,7 +119,7 @@ def steps_from(
     try:
         if saved is not None:
             trainer_snapshot.restore_snapshot(trainer.training, saved)
-        order = job.make_order(len(job.train))
+        order = job.make_order(job.train)
         places = [
             (step // order.steps, list(order.list_batches())[step % order.steps])
             for step in range(first, first + count)

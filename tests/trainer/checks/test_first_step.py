@@ -160,7 +160,9 @@ def test_record_says_what_was_checked(tmp_path: Path) -> None:
 def late(first: int) -> TensorDataset:
     """48 samples, of which all count but a few that come late, in the order of seed 5."""
     targets = whole(4, 48, seed=2)
-    order = pg.job("digits").replace(batch=6, seed=5).make_order(48).get_indices(0, range(48))
+    order = (
+        pg.job("digits").replace(batch=6, seed=5).make_order(range(48)).get_indices(0, range(48))
+    )
     for position in range(first, first + 4, 2):
         targets[order[position]] = -100
     return TensorDataset(numbers(48, 10, seed=1), targets)

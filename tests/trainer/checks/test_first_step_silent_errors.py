@@ -243,8 +243,8 @@ def test_nonlinear_gradient_hooks_act_as_in_plain_torch(tmp_path: Path) -> None:
     run = pg.train(clipped, runs=tmp_path)
     model = clipped.build_model()
     optimizer = clipped.optimizer(model.parameters())
-    for positions in clipped.make_order(len(VECTORS)).list_batches():
-        inputs, target = VECTORS[clipped.make_order(len(VECTORS)).get_indices(0, positions)]
+    for positions in clipped.make_order(VECTORS).list_batches():
+        inputs, target = VECTORS[clipped.make_order(VECTORS).get_indices(0, positions)]
         optimizer.zero_grad()
         functional.cross_entropy(model(inputs.double()), target).backward()
         optimizer.step()
@@ -405,7 +405,9 @@ def test_shares_without_a_label_equal_serial(
     weight says so. Such trainings were 15 to 57 % off, or ended.
     """
     targets = whole(4, 48, seed=2).where(numbers(48, seed=9) > 1.0, 0)
-    order = pg.job("digits").replace(batch=6, seed=5).make_order(48).get_indices(0, range(48))
+    order = (
+        pg.job("digits").replace(batch=6, seed=5).make_order(range(48)).get_indices(0, range(48))
+    )
     targets[order[:6]] = torch.arange(6) % 3 + 1  # step 0 shows nothing of it
     rare = job(
         "rare",

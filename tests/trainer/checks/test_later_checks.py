@@ -57,7 +57,9 @@ class Embedded(nn.Module):
 def make_tokens() -> TensorDataset:
     """The first batch of 12, in the order of seed 5, repeats no token; all others do."""
     tokens = whole(9, 48, 3, seed=1)
-    order = pg.job("digits").replace(batch=12, seed=5).make_order(48).get_indices(0, range(12))
+    order = (
+        pg.job("digits").replace(batch=12, seed=5).make_order(range(48)).get_indices(0, range(12))
+    )
     tokens[order] = torch.arange(36).view(12, 3)
     return TensorDataset(tokens, whole(4, 48, seed=2))
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from paragrad.engine.state.values import is_same_value
+
+# attributes of torch's Optimizer, which checkpoints save or which hold no values
+TORCH_CONTAINERS = ("state", "param_groups", "defaults")
 
 
 def select_global_state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
@@ -45,23 +49,48 @@ def copy_optimizer_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any
     }
 
 
+def copy_unsaved_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Copy the values that an optimizer keeps neither in its state nor in its groups.
+
+    These are its numbers and tensors (`copy_optimizer_attributes`), and the tensors in dicts and
+    lists of its own, also of a wrapper that keeps them by id(parameter). Parameters do not count.
+
+    Args:
+        optimizer: The optimizer.
+
+    Returns:
+        The values by attribute name.
+    """
+    kept = {}
+    for name, value in vars(optimizer).items():
+        if name not in TORCH_CONTAINERS and isinstance(value, dict | list | tuple | deque):
+            tensors = [
+                each.clone()
+                for each in tree_leaves(list(value) if isinstance(value, deque) else value)
+                if isinstance(each, Tensor) and not isinstance(each, nn.Parameter)
+            ]
+            if tensors:
+                kept[name] = tensors
+    return copy_optimizer_attributes(optimizer) | kept
+
+
 def list_unsaved_state(
-    optimizer: torch.optim.Optimizer, initial_attributes: Mapping[str, Any]
+    optimizer: torch.optim.Optimizer, initial_values: Mapping[str, Any]
 ) -> list[str]:
     """List what an optimizer keeps in no parameter state and in no group, by name.
 
     Args:
         optimizer: The optimizer.
-        initial_attributes: Its attributes at the start (`copy_optimizer_attributes`). Only
-            attributes that have changed since then are listed.
+        initial_values: What it kept at the start (`copy_unsaved_values`). Only values that have
+            changed since then are listed.
     """
-    now = copy_optimizer_attributes(optimizer)
+    now = copy_unsaved_values(optimizer)
     return [
         *map(str, select_global_state(optimizer)),
         *(
             name
             for name, value in now.items()
-            if not is_same_value(value, initial_attributes.get(name))
+            if not is_same_value(value, initial_values.get(name))
         ),
     ]
 

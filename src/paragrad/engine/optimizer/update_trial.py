@@ -85,7 +85,10 @@ class TrialParameter:
             which: 0 or 1.
         """
         state = {
-            entry: slice_piece(value, which) if isinstance(value, Tensor) and value.dim() else value
+            # some entries are one number for the parameter, as a tensor of one element
+            entry: slice_piece(value, which)
+            if isinstance(value, Tensor) and value.dim() and value.shape == self.values.shape
+            else value
             for entry, value in self.state.items()
         }
         return TrialParameter(slice_piece(self.values, which), state)

@@ -21,7 +21,7 @@ from torch import Tensor
 from paragrad.engine.exchange import Replica
 from paragrad.engine.layout import install_shards
 from paragrad.engine.optimizer.modes import set_optimizer_mode
-from paragrad.engine.optimizer.optimizer_state import copy_optimizer_attributes, list_unsaved_state
+from paragrad.engine.optimizer.optimizer_state import copy_unsaved_values, list_unsaved_state
 from paragrad.engine.optimizer.update_slices import step_with_fast_kernels
 from paragrad.engine.state.values import get_accumulation_dtype
 from paragrad.errors import StepFailed
@@ -95,7 +95,7 @@ class ServerShard:
 
         draw_alike: As in Replica.
 
-        initial_attributes: The attributes of the optimizer at the start.
+        initial_values: What the optimizer kept in itself at the start.
 
         changed_settings: For each group, the names of settings that a step has changed.
 
@@ -168,7 +168,7 @@ class ServerShard:
         self.optimizer = replica.optimizer
         self.scheduler = replica.scheduler
         self.draw_alike = replica.draw_alike
-        self.initial_attributes = copy_optimizer_attributes(self.optimizer)
+        self.initial_values = copy_unsaved_values(self.optimizer)
         self.changed_settings = [set[str]() for _ in self.optimizer.param_groups]
         self.clip_norm = replica.clip_norm
         self.trained_slots = [slot for slot in slots if not slot.is_added]
@@ -416,7 +416,7 @@ class ServerShard:
         Raises:
             TypeError: The state has other values, or values that belong to no parameter.
         """
-        if keys := list_unsaved_state(self.optimizer, self.initial_attributes):
+        if keys := list_unsaved_state(self.optimizer, self.initial_values):
             raise TypeError(
                 f"{type(self.optimizer).__name__} keeps {', '.join(keys)} beside the states of its "
                 "parameters"

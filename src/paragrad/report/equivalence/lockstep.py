@@ -96,7 +96,7 @@ def compare_with_serial(
     settings = settings or Settings()
     strategy = strategy.verifiable
     train = open_dataset(job.train, settings.folder)
-    order = job.make_order(len(train))
+    order = job.make_order(train)
     selection = None
     if world.rank == 0:
         selection = (
@@ -149,7 +149,7 @@ def measure_distances(
     values: list[float] = []
     strategy = strategy.verifiable
     train = open_dataset(job.train, settings.folder)
-    places = list_first_batches(job.make_order(len(train)), steps)
+    places = list_first_batches(job.make_order(train), steps)
     for comparison in _step_together(
         world, job, strategy, settings, train, places, check_sameness=False
     ):
@@ -196,7 +196,7 @@ def _step_together(
         check_sameness: whether to run a rounding baseline and to compare all replicas.
     """
     trainer = Trainer.build_for_job(world, job, strategy, settings, skip_first_step_check=True)
-    order = job.make_order(len(train))
+    order = job.make_order(train)
     comparison = None
     trainer.training.state.use_batch_size(min(order.batch, order.samples))
     if world.rank == 0:
@@ -212,9 +212,13 @@ def _step_together(
             return
         for fetched in trainer.iterate_batches_at(train, order, places, settings.loaders):
             if skipped and trainer.steps == skipped.stop:
-                state = gather_training_state(trainer)
+                # servers cannot send what an optimizer keeps beside its state and its groups
+                adopts = trainer.world.broadcast_object(
+                    comparison is not None and comparison.reference.serial.can_adopt
+                )
+                state = gather_training_state(trainer) if adopts else None
                 if comparison is not None:
-                    comparison.adopt_training(state)
+                    comparison.catch_up(state, trainer.steps)
             trainer.step(*separate_target(fetched))
             if trainer.steps - 1 in skipped:
                 continue
@@ -350,17 +354,16 @@ class TensorComparison:
         self.gradients = gradients
         self.state = state
 
-    def adopt_training(self, state: GatheredState) -> None:
+    def catch_up(self, state: GatheredState | None, steps: int) -> None:
         """Let the reference go on from the strategy's state, and measure rounding anew.
 
-        If the optimizer keeps more than its state and its groups, the reference makes the steps in
-        between instead.
-
         Args:
-            state: the strategy's state.
+            state: the strategy's state; None if the optimizer keeps more than its state and its
+                groups. The reference then makes the steps in between.
+            steps: number of steps that the strategy has made.
         """
-        if not self.reference.serial.can_adopt:
-            while self.reference.serial.steps < state.steps:
+        if state is None:
+            while self.reference.serial.steps < steps:
                 self.reference.step()
             return
         for loop in self.reference.loops:

@@ -36,7 +36,7 @@ from paragrad.engine.layout import OptimizerState
 from paragrad.engine.loss_additivity import disable_batch_statistics
 from paragrad.engine.optimizer.modes import has_modes, set_optimizer_mode
 from paragrad.engine.optimizer.optimizer_state import (
-    copy_optimizer_attributes,
+    copy_unsaved_values,
     list_unsaved_state,
     load_parameter_state,
 )
@@ -141,7 +141,7 @@ class PlainLoop:
         self._draws = draws or Draws()
         self._division = division or Division()
         self._draw_alike = ReplicatedDraws(job.seed, device)
-        self._initial_attributes = copy_optimizer_attributes(self.optimizer)
+        self._initial_values = copy_unsaved_values(self.optimizer)
         self._has_modes = has_modes(self.optimizer)
         self._places = iter(places)
         self._batches = self._load_batches(train)
@@ -181,7 +181,7 @@ class PlainLoop:
     @property
     def can_adopt(self) -> bool:
         """Whether all that the optimizer keeps is in its state and its groups."""
-        return not list_unsaved_state(self.optimizer, self._initial_attributes)
+        return not list_unsaved_state(self.optimizer, self._initial_values)
 
     def adopt_training(self, other: GatheredState) -> None:
         """Go on from the state of another training of the job.
@@ -197,11 +197,8 @@ class PlainLoop:
             for name, value in other.tensors.items():
                 own[name].copy_(value)
         for name, values in other.optimizer_state.items():
-            copied = {
-                key: value.clone() if isinstance(value, Tensor) else value
-                for key, value in values.items()
-            }
-            load_parameter_state(self.optimizer, parameters[name], copied)
+            # an entry may be a list of tensors, which the other training would change
+            load_parameter_state(self.optimizer, parameters[name], copy.deepcopy(values))
         for _ in range(self.steps, other.steps):
             next(self._places)
             if self.scheduler is not None:
@@ -233,7 +230,7 @@ class PlainLoop:
     def _load_batches(self, train: Dataset) -> Iterator[tuple[Any, Any, int]]:
         """Yield (inputs, target, samples) of each global batch."""
         samples = self.job.make_samples(train)
-        order = self.job.make_order(len(train))
+        order = self.job.make_order(train)
         for epoch, positions in self._places:
             indices = order.get_indices(epoch, positions)
             fetched = convert_batch(

@@ -140,7 +140,7 @@ def _try_serial_step(
     """Return a serial trainer after its first step, or the message of its failure."""
     try:
         trainer = Trainer.build_for_job(World(device=device), job, Serial())
-        for fetched in trainer.iterate_batches_at(train, job.make_order(len(train)), [place]):
+        for fetched in trainer.iterate_batches_at(train, job.make_order(train), [place]):
             trainer.step(*separate_target(fetched))
     except Exception as error:
         return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -76,7 +76,7 @@ def save_snapshot(
         StepFailed: If the optimizer keeps values for which a checkpoint has no place.
     """
     state, world = training.state, training.world
-    if extra := list_unsaved_state(state.optimizer, state.initial_optimizer_attributes):
+    if extra := list_unsaved_state(state.optimizer, state.initial_optimizer_values):
         raise StepFailed(
             f"{type(state.optimizer).__name__} keeps {', '.join(extra)} beside the states of its "
             "parameters, and a checkpoint has no place for it; keep it in a parameter's state or "

@@ -1,0 +1,97 @@
+"""Late steps of verify: the reference goes on from the strategy's state, or makes the steps."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import pytest
+import torch
+from equality_table import VECTORS, found, job, mlp
+from torch import nn
+
+from paragrad.launch import Launcher
+from paragrad.report.certificate import EXACT_BOUND
+
+pytestmark = pytest.mark.processes
+
+
+class Rule(torch.optim.Optimizer):
+    """Moves parameters against the sign of nothing: a plain step with a decaying factor."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.05})
+        self._hidden: dict[int, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(group["lr"] * self.compute_step(parameter))
+        self.count_step()
+
+    def compute_step(self, parameter: nn.Parameter) -> torch.Tensor:
+        raise NotImplementedError
+
+    def count_step(self) -> None:
+        pass
+
+
+class Queued(Rule):
+    """Keeps the last gradients in a queue: the reference once changed the strategy's own queue."""
+
+    def compute_step(self, parameter: nn.Parameter) -> torch.Tensor:
+        queue = self.state[parameter].setdefault("queue", deque(maxlen=3))
+        queue.append(parameter.grad.clone())
+        return sum(queue) / len(queue)
+
+
+class OneNumber(Rule):
+    """Keeps one number for a parameter in a tensor of one element: it was taken for the part of a
+    parameter, and filled a whole one.
+    """
+
+    def compute_step(self, parameter: nn.Parameter) -> torch.Tensor:
+        weight = self.state[parameter].setdefault("weight", torch.zeros(1))
+        weight.mul_(0.9).add_(1.0)
+        return parameter.grad / weight.reshape(())
+
+
+class Counting(Rule):
+    """Keeps a number beside the states of its parameters: servers could not send it."""
+
+    def compute_step(self, parameter: nn.Parameter) -> torch.Tensor:
+        return parameter.grad / (1 + self.state.get("count", {}).get("value", 0))  # type: ignore
+
+    def count_step(self) -> None:
+        kept = self.state.setdefault("count", {"value": 0})  # type: ignore[call-overload]
+        kept["value"] += 0.1
+
+
+class Hiding(Rule):
+    """Keeps tensors in a dict of its own, by id(parameter): late steps began without them."""
+
+    def compute_step(self, parameter: nn.Parameter) -> torch.Tensor:
+        kept = self._hidden.setdefault(id(parameter), torch.zeros_like(parameter))
+        kept.mul_(0.9).add_(parameter.grad)
+        return kept
+
+
+@pytest.mark.parametrize(
+    ("rule", "strategy"),
+    [
+        (Queued, "data(2, state=replicated, reduce=ring)"),
+        (Queued, "place(2)"),
+        (OneNumber, "data(2, state=shared_memory)"),
+        (OneNumber, "data(2, state=fully_sharded)"),
+        (OneNumber, "server(2, servers=2)"),
+        (Counting, "server(2)"),
+        (Hiding, "data(2, state=replicated, reduce=ring)"),
+    ],
+)
+def test_late_steps_are_serials(rule: type[Rule], strategy: str, pool: Launcher) -> None:
+    made = job("vectors", mlp, VECTORS).replace(dtype=torch.float64, batch=8, optimizer=rule)
+    difference = found(pool, strategy, made)
+    assert difference.first is None
+    assert difference.value <= EXACT_BOUND
