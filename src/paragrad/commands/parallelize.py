@@ -15,9 +15,11 @@ from torch import nn
 
 from paragrad.datasets.loading import Collate
 from paragrad.engine.layout import set_model_values
+from paragrad.engine.loss_scale import explain_no_loss_scale
 from paragrad.engine.optimizer.optimizer_state import load_parameter_state, select_global_state
 from paragrad.engine.state import shared_initialization
 from paragrad.errors import Refused
+from paragrad.jobs.job import AUTOCAST_DTYPES
 from paragrad.jobs.loss import Loss
 from paragrad.runtime.rendezvous import get_launched_size, join_launched_world
 from paragrad.runtime.world import DEFAULT_TIMEOUT, World
@@ -91,7 +93,7 @@ def parallelize(
 
         clip_norm: the largest norm of the gradient. The trainer clips it.
 
-        autocast: torch.bfloat16, or None.
+        autocast: torch.bfloat16, torch.float16 (with a loss scale), or None.
 
         collate: makes a batch of samples; None for torch's own.
 
@@ -129,6 +131,8 @@ def parallelize(
     resolved = resolve_and_check_strategy(chosen, environment)
     with convert_strategy_errors(chosen):
         resolved.refuse_optimizer(InspectedOptimizer(lambda: optimizer, clip_norm), chosen)
+    if autocast == torch.float16 and (reason := explain_no_loss_scale(resolved)):
+        raise Refused(f"{chosen}: {reason}")
     prove_strategy_schedules(chosen, resolved, settings)
     if size is not None or isinstance(chosen.threads, int):
         torch.set_num_threads(choose_thread_count(resolved))
@@ -218,8 +222,8 @@ def _check_loop_arguments(
         )
     if clip_norm is not None and not clip_norm > 0:
         raise Refused(f"clip_norm must be above 0 or None, got {clip_norm!r}")
-    if autocast not in (None, torch.bfloat16):
-        raise Refused(f"autocast must be torch.bfloat16 or None, got {autocast}")
+    if autocast not in (None, *AUTOCAST_DTYPES):
+        raise Refused(f"autocast must be torch.bfloat16, torch.float16 or None, got {autocast}")
     if lazy := list_lazy_tensors(model):
         raise Refused(
             f"parallelize: {', '.join(lazy)} of the model have no shapes yet (lazy modules); run "

@@ -469,6 +469,11 @@ class Exchange(ABC):
             )
         self.optimizer.step()
 
+    def skip_update(self) -> None:
+        """Leave the parameters as they are, in place of `update`: a gradient overflowed."""
+        # schedulers check this flag to see that the optimizer stepped
+        self.optimizer._opt_called = True
+
     def serve(self) -> None:  # noqa: B027         # most have no servers
         """Run a server rank until the workers dismiss it.
 

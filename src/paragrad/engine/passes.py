@@ -50,16 +50,18 @@ class LossSums(NamedTuple):
         loss: Sum of what backward ran on: of the shares in the mean loss.
         weight: Sum of the weights.
         divisor: As `LossModule.divisor` in the passes of the step. The training sets it.
+        scale: As `LossModule.scale`, likewise.
     """
 
     loss: float = 0.0
     weight: float = 0.0
     divisor: float | None = None
+    scale: float = 1.0
 
     @property
     def used_divisor(self) -> float:
-        """By what the passes divided."""
-        return self.divisor or self.weight or 1.0
+        """By what the passes divided, the loss scale included."""
+        return (self.divisor or self.weight or 1.0) / self.scale
 
 
 class PassesHost(Protocol):

@@ -21,7 +21,8 @@ from paragrad.jobs.precision import convert_model
 from paragrad.runtime.generators import seed_everything
 
 CPU = torch.device("cpu")
-DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+AUTOCAST_DTYPES = (torch.bfloat16, torch.float16)
 # models that trainings in this process have changed
 TRAINED_MODELS: WeakSet[nn.Module] = WeakSet()
 
@@ -66,8 +67,9 @@ class Job:
         lower_is_better: Whether a lower value of the metric is better, as of an error; None: the
             loss is to fall, and a metric to rise.
 
-        dtype: float32, float64, or bfloat16. bfloat16 uses autocast: parameters, gradients and
-            optimizer state stay in float32.
+        dtype: float32, float64, bfloat16, or float16. The last two use autocast: parameters,
+            gradients and optimizer state stay in float32. float16 has a loss scale, as
+            torch.amp.GradScaler has.
 
         collate: A function from samples to a batch, where torch's own does not suffice.
 
@@ -183,12 +185,12 @@ class Job:
     @property
     def parameter_dtype(self) -> torch.dtype:
         """The type of parameters, gradients and optimizer state."""
-        return torch.float32 if self.dtype == torch.bfloat16 else self.dtype
+        return torch.float32 if self.dtype in AUTOCAST_DTYPES else self.dtype
 
     @property
     def autocast(self) -> torch.dtype | None:
         """The type in which forward and loss are computed, if it differs from `parameter_dtype`."""
-        return self.dtype if self.dtype == torch.bfloat16 else None
+        return self.dtype if self.dtype in AUTOCAST_DTYPES else None
 
     @property
     def metric_name(self) -> str:

@@ -157,12 +157,17 @@ class WeighedLoss(NamedTuple):
         """The sum of the losses, in float32 or float64."""
         return self.value if self.is_sum else _widen(self.value) * self.weight
 
-    def compute_share(self, divisor: float | None) -> Tensor:
+    def compute_share(self, divisor: float | None, scale: float = 1.0) -> Tensor:
         """Compute the share of the loss in the mean over the global batch.
 
         Args:
             divisor: The divisor of the step. None: this loss is that of the whole batch.
+            scale: The loss scale of float16.
         """
+        share = self._divide(divisor)
+        return share if scale == 1.0 else share * scale
+
+    def _divide(self, divisor: float | None) -> Tensor:
         if not self.is_sum:
             factor = self.weight / divisor if divisor else 1.0
             return self.value if factor == 1.0 else _widen(self.value) * factor
@@ -189,6 +194,8 @@ class LossModule(nn.Module):
             all ranks that share a mean. None, also outside of steps: by the own weight, so that
             backward runs on what the loss returned.
 
+        scale: By what the shares of this step are multiplied: the loss scale of float16.
+
         runs_passes: Whether the passes of a step run.
 
         has_traced_divisor: Whether the divisor of the mean is read from its graph. If False, the
@@ -213,6 +220,7 @@ class LossModule(nn.Module):
         # in a tuple, so that a loss that is a module is not registered as a part of the model
         self._loss = (loss,)
         self.divisor: float | None = None
+        self.scale = 1.0
         self.runs_passes = False
         self.has_traced_divisor: bool | None = None
         self.has_known_weight = True
@@ -258,18 +266,19 @@ class LossModule(nn.Module):
         self.is_linear = is_linear
 
     @contextlib.contextmanager
-    def divide_by(self, divisor: float | None) -> Iterator[None]:
+    def divide_by(self, divisor: float | None, scale: float = 1.0) -> Iterator[None]:
         """Use a divisor while this context is active, and sum the doubtful weights from 0 again.
 
         Args:
             divisor: As the attribute.
+            scale: As the attribute.
         """
         # setting attributes by nn.Module takes microseconds
-        self.__dict__.update(divisor=divisor, doubtful_total=0.0, runs_passes=True)
+        self.__dict__.update(divisor=divisor, scale=scale, doubtful_total=0.0, runs_passes=True)
         try:
             yield
         finally:
-            self.__dict__.update(divisor=None, runs_passes=False)
+            self.__dict__.update(divisor=None, scale=1.0, runs_passes=False)
 
     @property
     def uses_graph_divisor(self) -> bool:
@@ -342,7 +351,7 @@ class LossModule(nn.Module):
             (share, weight).
         """
         weighed = self.weigh_loss(value, target, samples)
-        return weighed.compute_share(self.divisor), weighed.weight
+        return weighed.compute_share(self.divisor, self.scale), weighed.weight
 
     def weigh_loss(self, value: Any, target: Any, samples: int) -> WeighedLoss:
         """Find the weight of what a loss returned.

@@ -91,6 +91,7 @@ class Run(Record):
             "first_step": self.first_step,
             "compared_steps": self.compared_steps,
             "compared_updates": self.compared_updates,
+            "skipped_steps": self.skipped_steps,
             "events": self.event_messages,
             "noise": self.noise and {**asdict(self.noise), "scale": self.noise.scale},
             "difference": difference.get("value"),
@@ -134,6 +135,11 @@ class Run(Record):
             for line in self.select_lines("event")
             if line["name"] == "checked"
         )
+
+    @property
+    def skipped_steps(self) -> int:
+        """The number of steps without an update, because a gradient overflowed in float16."""
+        return sum(line["name"] == "overflow" for line in self.select_lines("event"))
 
     @property
     def first_step(self) -> str | None:

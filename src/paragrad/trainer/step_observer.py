@@ -74,5 +74,5 @@ class StepChecks(Protocol):
     def compare_gradients(self, loss: float, weight: float) -> None:
         """Compare the mean gradients with one worker's before the update."""
 
-    def compare_update(self) -> None:
+    def compare_update(self, is_skipped: bool) -> None:
         """Compare what the update left with one worker's update, and plan the next check."""

@@ -28,6 +28,7 @@ from paragrad.engine.exchange import (
 )
 from paragrad.engine.gradient_noise import GradientNorms
 from paragrad.engine.layout import Layout, OptimizerState, check_loss_ranks
+from paragrad.engine.loss_scale import LossScale, has_overflow
 from paragrad.engine.optimizer.optimizer_state import (
     copy_unsaved_values,
     get_learning_rate,
@@ -76,6 +77,8 @@ class TrainingState:
 
         identity: What a checkpoint of the user's own loop must have in common with the training.
 
+        loss_scale: The loss scale, if forwards run in float16.
+
     Attributes:
         optimizer: The optimizer of the present steps.
 
@@ -105,6 +108,8 @@ class TrainingState:
             state.
 
         identity: As the argument.
+
+        loss_scale: As the argument.
     """
 
     def __init__(
@@ -114,6 +119,7 @@ class TrainingState:
         division: Division,
         replicas: list[int],
         identity: Mapping[str, Any],
+        loss_scale: LossScale | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.scheduler = scheduler
@@ -129,6 +135,7 @@ class TrainingState:
         self.replicas = replicas
         self.restored_tensors: OptimizerState = {}
         self.identity = identity
+        self.loss_scale = loss_scale
 
     @property
     def stepped_scheduler(self) -> Any:
@@ -310,6 +317,7 @@ class Training:
             [samples_world.rank % share_count],
             {"seed": options.seed}
             | ({} if options.is_validated else {"model": describe_callable(model)}),
+            LossScale() if options.autocast == torch.float16 else None,
         )
         self.setup = Setup(
             world,
@@ -379,9 +387,13 @@ class Training:
                         each.observe_mean_gradients(loss, weight)
                     if is_check_due:
                         checker.compare_gradients(loss, weight)
-                    self.draw_alike("update", state.steps, self.exchange.update)
+                    is_skipped = state.loss_scale is not None and self._find_overflow()
+                    if is_skipped:
+                        self.exchange.skip_update()
+                    else:
+                        self.draw_alike("update", state.steps, self.exchange.update)
                     if is_check_due:
-                        checker.compare_update()
+                        checker.compare_update(is_skipped)
                     if state.stepped_scheduler is not None:
                         self.draw_alike("schedule", state.steps, state.stepped_scheduler.step)
         except Exception as error:
@@ -416,9 +428,12 @@ class Training:
         if setup.layout.is_partitioned:
             setup.layout.reset_sent_bytes()
         divisor = self.choose_divisor(batch)
+        # a rehearsal runs without autocast
+        loss_scale = None if self.rehearsing else self.state.loss_scale
+        scale = 1.0 if loss_scale is None else loss_scale.value
         self.used_autocast = False
         with ExitStack() as stack:
-            stack.enter_context(setup.module.divide_by(divisor))
+            stack.enter_context(setup.module.divide_by(divisor, scale))
             for context in self._list_contexts(batch, observers):
                 stack.enter_context(context)
             sums = run_passes(
@@ -433,7 +448,7 @@ class Training:
         exchange.finish_passes(sums.weight, sums.loss, setup.module.doubtful_total)
         if setup.layout.is_partitioned:
             setup.layout.sum_shared_gradients(setup.parameters)
-        return sums._replace(divisor=divisor)
+        return sums._replace(divisor=divisor, scale=scale)
 
     def choose_divisor(self, batch: Batch) -> float | None:
         """Choose by what the passes divide the sums of micro-batches.
@@ -474,6 +489,35 @@ class Training:
         divisor = sums.used_divisor
         self.exchange.average_step(weight, divisor, totals.stop_requests > 0)
         return totals.loss / (weight / divisor if weight else 1.0)
+
+    def _find_overflow(self) -> bool:
+        """Return whether a mean gradient of any rank overflowed, and adapt the loss scale.
+
+        Collective. The update of such a step is skipped on all ranks.
+
+        Raises:
+            StepFailed: Gradients overflow at the least scale too.
+        """
+        loss_scale, world = self.state.loss_scale, self.world
+        assert loss_scale is not None
+        flag = torch.tensor([float(has_overflow(self.state.optimizer))])
+        overflowed = bool(world.all_reduce(flag, "MAX"))
+        used_scale = loss_scale.value
+        loss_scale.update(overflowed)
+        if overflowed and world.rank == 0:
+            self.log.write_event(
+                "overflow",
+                f"step {self.state.steps} was skipped: a gradient overflowed in float16; the loss "
+                f"scale went from {used_scale:g} to {loss_scale.value:g}",
+                step=self.state.steps,
+                scale=loss_scale.value,
+            )
+        if loss_scale.is_exhausted:
+            raise StepFailed(
+                "gradients are not finite at the least loss scale either, so a larger scale is not "
+                "the cause; lower the learning rate, or train in bfloat16 or float32"
+            )
+        return overflowed
 
     def _list_contexts(
         self, batch: Batch, observers: Sequence[StepObserver]

@@ -270,8 +270,8 @@ def _check_job_fields(job: Job) -> None:
         raise Refused(f"job {job.name}: clip_norm must be above 0 or None, got {job.clip_norm!r}")
     if job.dtype not in DTYPES:
         raise Refused(
-            f"job {job.name}: dtype must be torch.float32, torch.float64 or torch.bfloat16 (by "
-            f"autocast), got {job.dtype}"
+            f"job {job.name}: dtype must be torch.float32, torch.float64, or torch.bfloat16 or "
+            f"torch.float16 (by autocast), got {job.dtype}"
         )
 
 
@@ -574,7 +574,8 @@ def _diagnose_failed_batch(
     Both are run once more, one after the other.
     """
     note = (
-        " in bfloat16 (not every processor has it for every layer; dtype=torch.float32 does)"
+        f" in {str(job.autocast).removeprefix('torch.')} (not every processor has it for every "
+        "layer; dtype=torch.float32 does)"
         if job.autocast
         else ""
     )

@@ -18,6 +18,7 @@ from paragrad.datasets.clients import ClientRounds
 from paragrad.datasets.loading import convert_batch, separate_target
 from paragrad.engine.gradient_noise import explain_no_measurement
 from paragrad.engine.layout import build_empty_model
+from paragrad.engine.loss_scale import explain_no_loss_scale
 from paragrad.engine.optimizer.update_probe import find_update_granularity
 from paragrad.engine.state.preserve_state import preserve_all_state
 from paragrad.errors import Refused, StepFailed
@@ -248,6 +249,13 @@ def validate_run(
         raise Refused(
             f"{requested}: each client has samples of its own, and train is a stream, which gives "
             "samples one after the other only; give a dataset with __getitem__"
+        )
+    if job.autocast == torch.float16 and (reason := explain_no_loss_scale(resolved)):
+        raise Refused(f"{requested}: {reason}")
+    if settings.noise_scale and job.autocast == torch.float16:
+        raise Refused(
+            f"{requested}: the gradient noise scale is not measured beside the loss scale of "
+            "float16; measure it in bfloat16 or float32"
         )
     if settings.noise_scale and (reason := explain_no_measurement(resolved)):
         raise Refused(f"{requested}: the gradient noise scale {reason}")

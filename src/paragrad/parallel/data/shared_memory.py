@@ -320,6 +320,11 @@ class SharedMemoryExchange(Exchange):
         self._wait_in_step("updating parameters")
         self.step += 1
 
+    def skip_update(self) -> None:
+        super().skip_update()
+        self._wait_in_step("skipping an update")
+        self.step += 1
+
     @contextmanager
     def use_evaluation_weights(self) -> Iterator[None]:
         if not has_modes(self.optimizer):

@@ -81,7 +81,8 @@ class Snapshot:
 
         identity: The entries that must be equal when the checkpoint is loaded.
 
-        extra_state: Further entries of state.json: "rounds", the number of completed rounds.
+        extra_state: Further entries of state.json: "rounds", the number of completed rounds;
+            "loss_scale", the scale of float16 and the steps since its last change.
     """
 
     step: int

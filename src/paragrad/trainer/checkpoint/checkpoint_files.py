@@ -314,6 +314,7 @@ def _read_checkpoint_state(folder: Path) -> dict[str, Any]:
     for name, value, kind in (
         ("step", state["step"], int),
         ("rounds", state.get("rounds", 0), int),
+        ("loss_scale", state.get("loss_scale", []), list),
         ("strategy", state["strategy"], str),
         ("identity", state["identity"], dict),
         ("scheduler", state["scheduler"], dict | None),

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from paragrad.engine.loss_scale import LossScale
 from paragrad.engine.optimizer.optimizer_state import list_unsaved_state
 from paragrad.engine.state import shared_initialization
 from paragrad.errors import Refused, StepFailed
@@ -46,7 +47,7 @@ def take_snapshot(
         if exchange
         else state.restored_tensors,
         identity or {**state.identity, **checkpoint.describe_shapes(shapes)},
-        extra_state or {},
+        (extra_state or {}) | describe_loss_scale(state.loss_scale),
     )
 
 
@@ -114,3 +115,14 @@ def restore_snapshot(training: Training, saved: SavedCheckpoint) -> None:
         ),
     )
     training.state.restore(saved.step, checkpoint.read_strategy_state(saved))
+    if training.state.loss_scale is not None and (numbers := saved.state.get("loss_scale")):
+        training.state.loss_scale.restore(*numbers)
+
+
+def describe_loss_scale(loss_scale: LossScale | None) -> dict[str, Any]:
+    """Describe the loss scale for state.json.
+
+    Args:
+        loss_scale: The loss scale, or None.
+    """
+    return {} if loss_scale is None else {"loss_scale": [loss_scale.value, loss_scale.good_steps]}

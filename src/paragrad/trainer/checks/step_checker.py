@@ -484,10 +484,13 @@ class StepChecker:
             return None
         return list_group_names(setup.model, optimizer)
 
-    def compare_update(self) -> None:
+    def compare_update(self, is_skipped: bool) -> None:
         """Compare what the update left with one worker's update, and plan the next check.
 
         Collective.
+
+        Args:
+            is_skipped: Whether the update was skipped, because a gradient overflowed.
 
         Raises:
             StepFailed: If the update differs, or replicas are not equal bit for bit.
@@ -500,6 +503,8 @@ class StepChecker:
             return
         with self.schedule.measure_part():
             check, self.update_check = self.update_check, None
+            if is_skipped:
+                check = "it was skipped"
             if isinstance(check, UpdateCheck):
                 self._refuse_other_update(check)
             buffers = training.setup.strategy.guarantees.buffers_equal
