@@ -193,6 +193,8 @@ ROWS = (
         "timm nfnet",
         created("test_nfnet"),
         "weights standardised in every forward",
+        "it has learnt all by step 41: its gradients are 1e-7 of the first ones, mostly rounding",
+        optimizer=sgd,
         but=in_parts("batch norms inside of samples or weights, .* train it with data"),
     ),
     pictures(

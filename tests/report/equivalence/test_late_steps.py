@@ -12,6 +12,7 @@ from torch import nn
 
 from paragrad.launch import Launcher
 from paragrad.report.certificate import EXACT_BOUND
+from paragrad.report.equivalence.deviation import measure_deviations
 
 pytestmark = pytest.mark.processes
 
@@ -95,3 +96,14 @@ def test_late_steps_are_serials(rule: type[Rule], strategy: str, pool: Launcher)
     difference = found(pool, strategy, made)
     assert difference.first is None
     assert difference.value <= EXACT_BOUND
+
+
+def test_rounding_is_measured_by_the_largest_gradient_so_far() -> None:
+    """In a model that has learnt all, gradients are a probability near 1 minus 1. Their rounding is
+    that of 1, and one divided model was told to be another training in step 41 (timm's NFNet).
+    """
+    reference = {"a": torch.tensor([1e-9], dtype=torch.float64)}
+    ours = {"a": reference["a"] + 1e-16}
+    alone = measure_deviations(ours, reference)["a"]
+    assert alone.per_kind == pytest.approx(1e-7, rel=1e-3)
+    assert measure_deviations(ours, reference, least_scale=1.0)["a"].per_kind < 2e-16

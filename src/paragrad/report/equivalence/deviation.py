@@ -42,7 +42,10 @@ class Deviation:
 
 
 def measure_deviations(
-    tensors: NamedTensors, references: NamedTensors, noise: float = 0.0
+    tensors: NamedTensors,
+    references: NamedTensors,
+    noise: float = 0.0,
+    least_scale: float = 0.0,
 ) -> dict[str, Deviation]:
     """Measure the deviation of every tensor of a kind.
 
@@ -52,8 +55,9 @@ def measure_deviations(
         tensors: the tensors by name.
         references: the reference tensors by name.
         noise: the share of the largest of the kind below which both sides count as zero.
+        least_scale: the least number that counts as the largest of the kind.
     """
-    largest = find_largest_value(references)
+    largest = max(find_largest_value(references), least_scale)
     deviations = {}
     for name, reference in references.items():
         value, size = _measure_difference(tensors[name], reference, noise * largest)

@@ -317,6 +317,8 @@ class TensorComparison:
 
         rounding: the largest deviation of the rounding baseline so far, by kind.
 
+        largest_gradient: the largest number in a gradient of the reference so far.
+
         noise: the share of a step's largest gradient below which a gradient is noise.
 
         masks: the elements of each parameter that can be compared; None for all.
@@ -336,6 +338,7 @@ class TensorComparison:
             bound=EXACT_BOUND if dtype == torch.float64 else FEW_EPS * self.eps,
         )
         self.rounding: dict[str, float] = {}
+        self.largest_gradient = 0.0
         self.noise = 0.0 if reference.norm_statistics is None else 1e3 * self.eps
         self.masks: dict[str, Tensor] | None = None
         if self.noise and not isinstance(serial.optimizer, torch.optim.SGD):
@@ -384,10 +387,15 @@ class TensorComparison:
                 self.noise,
             )
         expected = serial.gradients()
+        # Near the end, gradients are differences of numbers near 1, such as the probability of a
+        # class and 1. Their rounding stays that of these numbers.
+        self.largest_gradient = max(self.largest_gradient, find_largest_value(expected))
         self._compare_kind(
             GRADIENT_PREFIX,
-            measure_deviations(self.gradients, expected, self.noise),
-            measure_deviations(baseline.gradients(), expected, self.noise),
+            *(
+                measure_deviations(each, expected, self.noise, self.largest_gradient)
+                for each in (self.gradients, baseline.gradients())
+            ),
         )
         self._narrow_masks(expected)
         state = self.state
