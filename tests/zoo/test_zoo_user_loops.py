@@ -17,6 +17,9 @@ pytestmark = pytest.mark.zoo
 
 SCRIPT = Path(__file__).parent / "user_loops.py"
 TORCHRUN = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
+# its norms compute in float32, also in float64, and gradients round differently in parts
+IN_FLOAT32 = ("t5, few labels",)
+FLOAT32_BOUND = 1e-6
 SAMPLE = ("samples dropped in the loop", "gan")
 
 
@@ -54,4 +57,5 @@ def test_user_loop_on_two_workers_equals_one(name: str, tmp_path: Path) -> None:
             for each, value in alone.items()
             if value.numel()
         )
-        assert worst <= BOUND, f"rank {rank}: {worst:.1e}"
+        bound = FLOAT32_BOUND if name in IN_FLOAT32 else BOUND
+        assert worst <= bound, f"rank {rank}: {worst:.1e}"

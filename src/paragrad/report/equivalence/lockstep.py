@@ -390,13 +390,11 @@ class TensorComparison:
         # Near the end, gradients are differences of numbers near 1, such as the probability of a
         # class and 1. Their rounding stays that of these numbers.
         self.largest_gradient = max(self.largest_gradient, find_largest_value(expected))
-        self._compare_kind(
-            GRADIENT_PREFIX,
-            *(
-                measure_deviations(each, expected, self.noise, self.largest_gradient)
-                for each in (self.gradients, baseline.gradients())
-            ),
+        deviations, rounding = (
+            measure_deviations(each, expected, self.noise, self.largest_gradient)
+            for each in (self.gradients, baseline.gradients())
         )
+        self._compare_kind(GRADIENT_PREFIX, deviations, rounding)
         self._narrow_masks(expected)
         state = self.state
         serial_state = serial.state()
