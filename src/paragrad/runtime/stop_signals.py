@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 PR_SET_PDEATHSIG = 1
 
@@ -90,8 +91,12 @@ def handle_stop_signals(on_stop: Callable[[], None]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+
+    def handle(kind: int, frame: FrameType | None) -> None:
+        on_stop()
+
     previous_handlers = {
-        kind: signal.signal(kind, lambda *_: on_stop())
+        kind: signal.signal(kind, handle)
         for kind in (signal.SIGTERM, signal.SIGHUP)
         if kind != signal.SIGHUP or signal.getsignal(kind) != signal.SIG_IGN
     }
@@ -99,7 +104,9 @@ def handle_stop_signals(on_stop: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         for kind, handler in previous_handlers.items():
-            signal.signal(kind, handler)
+            # a rank that is about to report its failure has another one (runtime/peer_processes.py)
+            if signal.getsignal(kind) is handle:
+                signal.signal(kind, handler)
 
 
 @contextmanager

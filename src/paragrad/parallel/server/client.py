@@ -32,15 +32,18 @@ from paragrad.parallel.server.message_header import (
 )
 from paragrad.parallel.server.sockets import (
     LINGER_MILLISECONDS,
+    LOST_CONNECTION_SECONDS,
     TEXT_BYTES,
     Frames,
     join_vector_frames,
     set_socket_options,
     split_vector_frame,
 )
+from paragrad.runtime.peer_processes import PeerProcesses
 
 WAKE_UP_DELAY = 1.0  # a process that wakes up so many seconds late was stopped
 MAX_REMINDER_SECONDS = 10.0  # maximum interval
+CONNECTION_CHECK_SECONDS = 1.0
 ABANDONED_SECONDS = 10.0  # After so many seconds without a listening process, the wait ends.
 
 
@@ -79,6 +82,8 @@ class ServerClient:
 
         queue_address: Address of the work queue, if servers may be away for long during a restart.
 
+        peers: The processes without which there will be no answer, or None.
+
     Attributes:
         queue_address: As given.
 
@@ -101,6 +106,8 @@ class ServerClient:
         monitors: For servers on other hosts, sockets that report whether connecting succeeds.
 
         unreachable_since: Time since when no process listens, by server.
+
+        peers: As given.
     """
 
     def __init__(
@@ -112,8 +119,10 @@ class ServerClient:
         reminder_seconds: float = math.inf,
         name: str | None = None,
         queue_address: Address | None = None,
+        peers: PeerProcesses | None = None,
     ) -> None:
         self.queue_address = queue_address
+        self.peers = peers
         self.server_names = [name or f"server {number}" for number in range(len(servers))]
         self.context = zmq.Context()
         self.seconds = seconds
@@ -127,9 +136,9 @@ class ServerClient:
         self.monitors: dict[int, zmq.Socket[bytes]] = {}
         self.unreachable_since: dict[int, float] = {}
         for number, (socket, each) in enumerate(zip(self.sockets, servers, strict=True)):
-            if not each.is_local and reminder_seconds < math.inf:
+            if not each.is_local and (reminder_seconds < math.inf or peers is not None):
                 self.monitors[number] = socket.get_monitor_socket(
-                    zmq.EVENT_CONNECTED | zmq.EVENT_CONNECT_RETRIED
+                    zmq.EVENT_CONNECTED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_DISCONNECTED
                 )
             self.connect_socket(socket, each, longest)
 
@@ -190,12 +199,18 @@ class ServerClient:
         resent_rounds = dict[int, int]()
         for socket in self.sockets:
             poller.register(socket, zmq.POLLIN)
+        watched = self.peers.descriptors if self.peers is not None else []
+        for descriptor in watched:
+            poller.register(descriptor, zmq.POLLIN)
         while open_calls:
             # this process was stopped, so the other processes were not late
             if (now := time.monotonic()) > latest_wake_up:
                 until = now + self.seconds
             remaining = until - now
             wait = min(max(remaining, 0.0), pause)
+            if self.peers is not None and self.monitors:
+                self._refuse_lost_servers({server for server, *_ in open_calls.values()})
+                wait = min(wait, CONNECTION_CHECK_SECONDS)
             latest_wake_up = now + wait + WAKE_UP_DELAY
             if remaining <= 0 and not poller.poll(0):
                 silent = ", ".join(
@@ -207,6 +222,8 @@ class ServerClient:
                     "waits for, does not go on"
                 )
             ready = dict(poller.poll(int(1000 * wait) + 1))
+            if self.peers is not None and any(each in ready for each in watched):
+                self.peers.refuse_ended()
             if not ready and self.reminder_seconds < math.inf:
                 reminder_rounds += 1
                 self._send_reminders(open_calls.values(), reminder_rounds)
@@ -238,14 +255,7 @@ class ServerClient:
         If no process that could answer is left, it raises StepFailed.
         """
         for server in {server for server, *_ in open_calls} & self.monitors.keys():
-            while self.monitors[server].poll(0):
-                if (
-                    zmq.utils.monitor.recv_monitor_message(self.monitors[server])["event"]
-                    == zmq.EVENT_CONNECTED
-                ):
-                    self.unreachable_since.pop(server, None)
-                else:
-                    self.unreachable_since.setdefault(server, time.monotonic())
+            self._read_events(server)
             last = self.queue_address or self.addresses[server]
             if time.monotonic() - self.unreachable_since.get(
                 server, math.inf
@@ -261,6 +271,26 @@ class ServerClient:
             self._send_frames(
                 server, (header.make_answer(MessageType.REMIND, step=turn).pack_header(),)
             )
+
+    def _read_events(self, server: int) -> None:
+        """Read whether the connection to a server on another host is there."""
+        while self.monitors[server].poll(0):
+            event = zmq.utils.monitor.recv_monitor_message(self.monitors[server])["event"]
+            if event == zmq.EVENT_CONNECTED:
+                self.unreachable_since.pop(server, None)
+            else:
+                self.unreachable_since.setdefault(server, time.monotonic())
+
+    def _refuse_lost_servers(self, servers: Collection[int]) -> None:
+        """Raise StepFailed if the connection to a server ended, and it does not listen any more."""
+        for server in set(servers) & self.monitors.keys():
+            self._read_events(server)
+            since = self.unreachable_since.get(server, math.inf)
+            if time.monotonic() - since > LOST_CONNECTION_SECONDS:
+                raise StepFailed(
+                    f"the connection to {self.server_names[server]} ended, and it does not listen "
+                    "any more: it was killed, or its host is gone"
+                )
 
     def _send_frames(self, server: int, frames: Frames) -> None:
         # The server is not there. The request will be missed and sent again.
@@ -283,6 +313,8 @@ class ServerClient:
     def close(self) -> None:
         """Close all sockets."""
         self.context.destroy(linger=LINGER_MILLISECONDS)
+        if self.peers is not None:
+            self.peers.close()
 
 
 def try_handshake(address: Address, keys: KeyPair, seconds: float) -> str:

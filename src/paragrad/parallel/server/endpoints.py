@@ -14,24 +14,45 @@ from typing import Any
 from paragrad.parallel.server.curve_keys import Address, KeyPair
 from paragrad.parallel.server.join_endpoint import HostPort, JoinEndpoint
 from paragrad.parallel.server.work_queue import Ticket
+from paragrad.runtime.peer_processes import PeerProcesses, ProcessAddress
 from paragrad.runtime.world import World
 from paragrad.strategies.server import Server
 
 
-def exchange_endpoints(world: World, own_endpoint: Any) -> tuple[int, list[Any]]:
+def exchange_endpoints(
+    strategy: Server, world: World, own_endpoint: Any
+) -> tuple[int, list[Any], PeerProcesses]:
     """Share the endpoints of all ranks. Collective.
 
     The messages use the transport of the world, which is trusted.
 
     Args:
+        strategy: The resolved strategy.
         world: The world of workers and servers.
         own_endpoint: The address or public key of this rank.
 
     Returns:
-        The number of the training, and what each rank shared.
+        The number of the training, what each rank shared, and the processes of the other ranks.
     """
-    shared = world.broadcast_object(world.gather_objects((secrets.randbits(63), own_endpoint)))
-    return shared[0][0], [each for _, each in shared]
+    shared = world.broadcast_object(
+        world.gather_objects((secrets.randbits(63), own_endpoint, ProcessAddress.read_own()))
+    )
+    peers = PeerProcesses(
+        {name_rank(strategy, rank): process for rank, (*_, process) in enumerate(shared)}
+    )
+    return shared[0][0], [each for _, each, _ in shared], peers
+
+
+def name_rank(strategy: Server, rank: int) -> str:
+    """Name a rank for messages.
+
+    Args:
+        strategy: The resolved strategy.
+        rank: The rank in the world of workers and servers.
+    """
+    if strategy.is_server(rank):
+        return f"rank {rank} (server {rank - strategy.workers})"
+    return f"rank {rank} (worker {rank})"
 
 
 def split_roles(strategy: Server, world: World) -> World | None:

@@ -6,7 +6,12 @@ from pathlib import Path
 
 from paragrad.engine.exchange import NoExchange, Replica
 from paragrad.parallel.server.curve_keys import KeyPair
-from paragrad.parallel.server.endpoints import ServerEndpoints, exchange_endpoints, split_roles
+from paragrad.parallel.server.endpoints import (
+    ServerEndpoints,
+    exchange_endpoints,
+    name_rank,
+    split_roles,
+)
 from paragrad.parallel.server.model_buffers import estimate_buffer_bytes
 from paragrad.parallel.server.parameter_partition import partition_parameters
 from paragrad.parallel.server.request_handler import RequestHandler
@@ -89,8 +94,11 @@ class ServerExchange(NoExchange):
                 partition.longest_bytes, find_own_host(world), keys, seconds=world.timeout
             )
             split_roles(strategy, world)
-            job, shared = exchange_endpoints(world, self.listener.address)
-            self.listener.allow_keys(shared[: strategy.workers])
+            job, shared, peers = exchange_endpoints(strategy, world, self.listener.address)
+            names = [name_rank(strategy, rank) for rank in range(strategy.workers)]
+            self.listener.watch_workers(
+                dict(zip(names, shared[: strategy.workers], strict=True)), peers
+            )
             world.barrier()
         obstacle = (
             "an update may come while they are read"

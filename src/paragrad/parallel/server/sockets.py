@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.util import get_temp_dir
@@ -29,6 +29,7 @@ import zmq.utils.monitor
 from zmq.auth.thread import ThreadAuthenticator
 
 from paragrad.errors import StepFailed
+from paragrad.launch.launcher_folder import use_clearable_tempdir
 from paragrad.parallel.server.curve_keys import Address, AllowedKeys, KeyPair
 from paragrad.parallel.server.join_endpoint import HostPort, JoinEndpoint, parse_host_port
 from paragrad.parallel.server.message_header import (
@@ -38,6 +39,7 @@ from paragrad.parallel.server.message_header import (
     unpack_header,
 )
 from paragrad.runtime.launcher_env import detect_launch, find_rendezvous_address
+from paragrad.runtime.peer_processes import PeerProcesses
 from paragrad.runtime.world import World
 
 # bytes that a frame may have in addition to the longest vector, for texts
@@ -51,6 +53,8 @@ ACCEPTED = zmq.EVENT_ACCEPTED
 HANDSHAKE_SUCCEEDED = zmq.EVENT_HANDSHAKE_SUCCEEDED
 DISCONNECTED = zmq.EVENT_DISCONNECTED
 AUTHENTICATION_FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH
+# A rank on another host without a connection for so long has ended, if it cannot be restarted.
+LOST_CONNECTION_SECONDS = 4.0
 # time in which the port of a killed process must become free
 BIND_SECONDS = 5.0
 # first byte of the names of connections
@@ -160,6 +164,12 @@ class Listener:
 
         lost_connections: Connections from other hosts that ended.
 
+        workers: The workers that are ranks of the training, by key; empty if others may come.
+
+        peers: The processes without which the training cannot go on, or None.
+
+        ended_workers: Workers without a connection, and since when, by key.
+
     Raises:
         StepFailed: The server cannot listen at the address.
     """
@@ -188,6 +198,7 @@ class Listener:
             self.socket.bind(address.endpoint)
         elif host is None:
             # It has mode 0700. It is removed with the temporary folder of multiprocessing.
+            use_clearable_tempdir()
             self.folder = tempfile.mkdtemp(dir=get_temp_dir())
             self.address = Address(f"ipc://{Path(self.folder) / 'server'}")
             self.socket.bind(self.address.endpoint)
@@ -198,6 +209,9 @@ class Listener:
         self.join_socket = self.socket
         self.known_connections = dict[int, bytes]()
         self.lost_connections = list[bytes]()
+        self.workers: dict[bytes, str] = {}
+        self.peers: PeerProcesses | None = None
+        self.ended_workers: dict[bytes, float] = {}
         if join_endpoint is not None:
             self._open_join_endpoint(join_endpoint, keys, longest)
 
@@ -238,6 +252,32 @@ class Listener:
                 credentials_provider=_KnownKeys(frozenset(keys))
             )
 
+    def watch_workers(self, keys: Mapping[str, bytes], peers: PeerProcesses) -> None:
+        """Accept connections of these workers only, and raise an error if one ends.
+
+        Args:
+            keys: The public keys of the workers, by their names for messages.
+            peers: The processes of the other ranks.
+        """
+        self.allow_keys(keys.values())
+        self.workers = {key: name for name, key in keys.items()}
+        self.peers = peers
+
+    def _refuse_ended_workers(self, ready: Sequence[Any]) -> None:
+        """Raise StepFailed if a process has ended, or a worker of another host is gone."""
+        if self.peers is not None and any(each in ready for each in self.peers.descriptors):
+            self.peers.refuse_ended()
+        lost = [
+            self.workers[key]
+            for key, since in self.ended_workers.items()
+            if time.monotonic() - since > LOST_CONNECTION_SECONDS
+        ]
+        if lost:
+            raise StepFailed(
+                f"the connection of {', '.join(lost)} ended, and it did not come back: it was "
+                "killed, or its host is gone"
+            )
+
     def receive_message(self, seconds: float) -> list[Any] | None:
         """Receive the next request.
 
@@ -246,10 +286,15 @@ class Listener:
 
         Returns:
             [connection, header, marks, vector] as frames, or None if no request arrived.
+
+        Raises:
+            StepFailed: Another rank has ended.
         """
         until = time.monotonic() + seconds
         while True:
-            ready = zmq.select(self.poll_sockets, [], [], max(0.0, until - time.monotonic()))[0]
+            watched = [*self.poll_sockets, *(self.peers.descriptors if self.peers else ())]
+            ready = zmq.select(watched, [], [], max(0.0, until - time.monotonic()))[0]
+            self._refuse_ended_workers(ready)
             if any(monitor in ready for monitor in self.monitors):
                 self._read_events()
             if ready_sockets := [each for each in self.sockets if each in ready]:
@@ -268,6 +313,10 @@ class Listener:
             if self.known_connections.get(descriptor, name) != name:
                 self.lost_connections.append(self.known_connections[descriptor])
             self.known_connections[descriptor] = name
+        elif self.workers and self.authenticator is not None:
+            key = str(frames[0].get("User-Id")).encode()
+            self.known_connections[frames[0].get(zmq.SRCFD)] = key
+            self.ended_workers.pop(key, None)
         return [zmq.Frame(name), *join_vector_frames(frames)]
 
     def send_answer(self, connection: bytes, header: Header, *rest: Any) -> None:
@@ -307,16 +356,22 @@ class Listener:
             while monitor.poll(0):
                 report = zmq.utils.monitor.recv_monitor_message(monitor)
                 events[report["event"]] += 1
+                if report["event"] == HANDSHAKE_SUCCEEDED:
+                    self.ended_workers.clear()  # a connection is back; whose it is, a message says
                 last |= (
                     {report["value"]: report["event"]}
                     if report["event"] in (ACCEPTED, DISCONNECTED)
                     else {}
                 )
-            self.lost_connections += [
+            lost = [
                 self.known_connections.pop(descriptor)
                 for descriptor, event in last.items()
                 if event == DISCONNECTED and descriptor in self.known_connections
             ]
+            if self.workers:
+                self.ended_workers |= dict.fromkeys(lost, time.monotonic())
+            else:
+                self.lost_connections += lost
 
     @property
     def connection_count(self) -> int:
@@ -360,6 +415,8 @@ class Listener:
 
     def close(self) -> None:
         """Close all sockets and remove the folder."""
+        if self.peers is not None:
+            self.peers.close()
         if self.authenticator is not None:
             self.authenticator.stop()
         for socket in self.sockets:

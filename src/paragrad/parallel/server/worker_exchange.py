@@ -24,6 +24,7 @@ from paragrad.engine.optimizer.modes import has_modes
 from paragrad.engine.optimizer.update_probe import compute_clip_factor
 from paragrad.engine.state.values import is_same_value
 from paragrad.errors import StepFailed
+from paragrad.launch.launcher_folder import use_clearable_tempdir
 from paragrad.parallel.server.client import ServerClient
 from paragrad.parallel.server.compressed_push import build_push_codec
 from paragrad.parallel.server.curve_keys import KeyPair
@@ -50,6 +51,7 @@ from paragrad.parallel.server.shared_buffer import BufferReader, SharedBuffer
 from paragrad.parallel.server.state_message import read_state_message
 from paragrad.parallel.server.work_queue import Ticket
 from paragrad.record.step_log import StepLog
+from paragrad.runtime.peer_processes import PeerProcesses
 from paragrad.runtime.world import World
 from paragrad.strategies.server import Server
 
@@ -176,6 +178,7 @@ class WorkerExchange(Exchange):
         self.worker_number = world.rank
         self.sender = secrets.randbits(63)
         self.ticket = endpoints.ticket if endpoints else None
+        peers: PeerProcesses | None = None
         self.worker_world: World | None = None
         if endpoints:
             self.job = endpoints.job
@@ -183,7 +186,9 @@ class WorkerExchange(Exchange):
             self.worker_world = None if strategy.uses_work_queue else world
         else:
             self.worker_world = split_roles(strategy, world)
-            self.job, shared = exchange_endpoints(world, keys.public)
+            # removes what a killed server of this host left, when this process ends
+            use_clearable_tempdir()
+            self.job, shared, peers = exchange_endpoints(strategy, world, keys.public)
             servers = shared[strategy.workers :]
             # A server rejects a worker for good if it connects before its key is allowed.
             world.barrier()
@@ -200,6 +205,7 @@ class WorkerExchange(Exchange):
             queue_address=endpoints.queue_address
             if endpoints and endpoints.known_addresses
             else None,
+            peers=peers,
         )
         obstacle = (
             "the servers are on several hosts"
