@@ -59,6 +59,17 @@ class OneNumber(Rule):
         return parameter.grad / weight.reshape(())
 
 
+class Dropping(Rule):
+    """Updates every second step, and drops what it kept: the reference went on with its own."""
+
+    def compute_step(self, parameter: nn.Parameter) -> torch.Tensor:
+        state = self.state[parameter]
+        if "sum" in state:
+            return state.pop("sum") + parameter.grad
+        state["sum"] = parameter.grad.clone()
+        return torch.zeros_like(parameter)
+
+
 class Counting(Rule):
     """Keeps a number beside the states of its parameters: servers could not send it."""
 
@@ -87,6 +98,7 @@ class Hiding(Rule):
         (OneNumber, "data(2, state=shared_memory)"),
         (OneNumber, "data(2, state=fully_sharded)"),
         (OneNumber, "server(2, servers=2)"),
+        (Dropping, "data(2, state=replicated, reduce=ring)"),
         (Counting, "server(2)"),
         (Hiding, "data(2, state=replicated, reduce=ring)"),
     ],
@@ -96,6 +108,17 @@ def test_late_steps_are_serials(rule: type[Rule], strategy: str, pool: Launcher)
     difference = found(pool, strategy, made)
     assert difference.first is None
     assert difference.value <= EXACT_BOUND
+
+
+def test_schedule_of_a_short_job_is_not_overrun(pool: Launcher) -> None:
+    """A schedule of 40 steps ended the comparison, which made 45, in an error."""
+    made = job("vectors", mlp, VECTORS).replace(
+        dtype=torch.float64,
+        batch=8,
+        scheduler=lambda each: torch.optim.lr_scheduler.OneCycleLR(each, 0.1, 40),
+        scheduler_every="step",
+    )
+    assert found(pool, "data(2)", made).first is None
 
 
 def test_rounding_is_measured_by_the_largest_gradient_so_far() -> None:

@@ -100,7 +100,15 @@ def compare_with_serial(
     selection = None
     if world.rank == 0:
         selection = (
-            select_places(job.make_samples(train), order, steps, strategy.division),
+            select_places(
+                job.make_samples(train),
+                order,
+                steps,
+                strategy.division,
+                # a schedule may end with the steps of the job
+                has_late_steps=job.scheduler is None
+                or job.epochs * order.steps >= steps + SKIPPED_STEPS,
+            ),
             *choose_reference_dtype(job, train, list_first_batches(order, 1)[0], world.device),
         )
     (places, skipped), dtype, reason = world.broadcast_object(selection)
@@ -239,7 +247,11 @@ def _step_together(
 
 
 def select_places(
-    samples: Samples, order: SampleOrder, steps: int, division: Division
+    samples: Samples,
+    order: SampleOrder,
+    steps: int,
+    division: Division,
+    has_late_steps: bool = True,
 ) -> tuple[list[tuple[int, range]], range]:
     """Select (epoch, batch) of each step, and the steps that are not compared.
 
@@ -251,9 +263,10 @@ def select_places(
         order: the order of the samples.
         steps: number of compared steps.
         division: how a batch is divided among ranks and micro-batches.
+        has_late_steps: whether steps may be skipped.
     """
     compared = select_compared_batches(samples, order, steps, division)
-    if steps < COMPARED_STEPS:
+    if steps < COMPARED_STEPS or not has_late_steps:
         return compared, range(0)
     early, late = compared[:-LATE_STEPS], compared[-LATE_STEPS:]
     repeated = list(itertools.islice(itertools.cycle(early), SKIPPED_STEPS))

@@ -196,6 +196,9 @@ class PlainLoop:
         with torch.no_grad():
             for name, value in other.tensors.items():
                 own[name].copy_(value)
+        for parameter in parameters.values():
+            # the other training may have dropped an entry
+            self.optimizer.state.pop(parameter, None)
         for name, values in other.optimizer_state.items():
             # an entry may be a list of tensors, which the other training would change
             load_parameter_state(self.optimizer, parameters[name], copy.deepcopy(values))
