@@ -556,6 +556,33 @@ def test_forward_changes_belong_to_their_step() -> None:
     assert said(server("server(2)"), frames(Header(MessageType.HALT, JOB))) == "HALT is no question"
 
 
+def test_update_in_a_snapshot_is_not_lost(tmp_path: Path) -> None:
+    """A server that was killed after it saved a snapshot, and before it cleared its journal,
+    counted updates as lost that it had.
+    """
+    served = kept(Told())
+    store = served.shard.snapshots = SnapshotStore(tmp_path, 0)
+    store.save_snapshot(served.shard)
+    store.record_tickets(served.shard, [(7, 3)])
+    journal = (tmp_path / "server-0.journal").read_bytes()
+    served.shard.updates += 1
+    store.save_snapshot(served.shard)
+    store.close()
+    (tmp_path / "server-0.journal").write_bytes(journal)
+    again = kept(Told())
+    restored = SnapshotStore(tmp_path, 0)
+    restored.restore_shard(again.shard)
+    assert 7 not in again.shard.applied_tickets
+    restored.record_tickets(again.shard, [(8, 3)])
+    restored.close()
+    # the update of ticket 8 was lost with the process
+    last = kept(Told())
+    restored = SnapshotStore(tmp_path, 0)
+    restored.restore_shard(last.shard)
+    assert 8 in last.shard.applied_tickets
+    restored.close()
+
+
 def test_failed_snapshot_is_reported_and_training_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -529,6 +529,7 @@ class QueueCoordinator(Loop[int]):
                 self.unrecorded_shares.append(
                     (ticket, report, [*self.queue.earlier_workers.get(ticket.number, ()), number])
                 )
+                self.write_missing_steps(ended_workers_only=True)
 
     # ---- events ------------------------------------------------------------------------------
     def poll_events(self, epoch: int | None) -> None:
@@ -636,10 +637,13 @@ class QueueCoordinator(Loop[int]):
             self.pool.members[number].send_signal(signal.SIGKILL)
             del self.overdue_since[number]
 
-    def write_missing_steps(self) -> None:
+    def write_missing_steps(self, ended_workers_only: bool = False) -> None:
         """Write step lines of shares that servers had applied when a worker sent them again.
 
         The worker that first sent such a share may have died, or left, before it wrote a line.
+
+        Args:
+            ended_workers_only: leave out shares of workers that may still write their line.
         """
 
         @functools.cache
@@ -651,7 +655,12 @@ class QueueCoordinator(Loop[int]):
                 if line["kind"] == "step"
             }
 
-        for ticket, report, workers in self.unrecorded_shares:
+        shares, self.unrecorded_shares = self.unrecorded_shares, []
+        for ticket, report, workers in shares:
+            # the last one sent the share again, and writes no line
+            if ended_workers_only and any(each in self.pool.members for each in workers[:-1]):
+                self.unrecorded_shares.append((ticket, report, workers))
+                continue
             place = (
                 ticket.step,
                 tuple(map(tuple, locate_share(self.validated_run, ticket))),

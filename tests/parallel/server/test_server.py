@@ -1131,21 +1131,24 @@ def test_timeout_setting_applies_to_sockets(
         pg.train(vectors(epochs=6), "server(2, sync=asp)", runs=tmp_path, timeout=10)
 
 
+@pytest.mark.parametrize("living", [False, True], ids=["killed", "living"])
 @pytest.mark.parametrize("became", [APPLIED, ALREADY_APPLIED])
 @pytest.mark.parametrize(
     "wrote", [None, 4, 6], ids=["nobody wrote", "the dead one wrote", "a late one wrote"]
 )
 def test_applied_share_without_a_worker_record_is_audited(
-    became: int, wrote: int | None, tmp_path: Path
+    became: int, wrote: int | None, living: bool, tmp_path: Path
 ) -> None:
     """It was missed in the audit, though every server had it: of a worker that was late and
     then killed, and of any that had joined. Where the next worker applied it, that one wrote so
-    itself.
+    itself. Of a killed worker the line is written at once: it was missed too if the launcher was
+    killed then.
     """
     run: Any = queue_coordinator.QueueCoordinator.__new__(queue_coordinator.QueueCoordinator)
     run.validated_run = validate_run(vectors(), "server(2, sync=asp)")
     run.folder = tmp_path
     run.unrecorded_shares = []
+    run.pool = SimpleNamespace(members={4: None} if living else {})
     run.done_shares = 0
     run.loss = 0.0
     run.shares = 2
@@ -1164,7 +1167,10 @@ def test_applied_share_without_a_worker_record_is_audited(
             tmp_path, 0.0, wrote, run.validated_run, ticket, {"loss": 1.0, "weight": 6.0}
         )
     run.handle_report(5, ticket, {"became": became, "loss": 2.0, "weight": 6.0})
-    run.write_missing_steps()
+    if living:
+        # it may still write its line itself
+        assert wrote is not None or not [*tmp_path.iterdir()]
+        run.write_missing_steps()
     found = [
         (number, line["step"], line["order"], line["loss"])
         for number in (4, 5, 6)

@@ -2,8 +2,11 @@
 
     FOLDER/server-N-UPDATES.snapshot    its vectors and the optimizer state (torch.save); a rename
                                         makes the file appear complete or not at all
-    FOLDER/server-N.journal             (ticket, samples) of every update since the snapshot,
-                                        written before the update is made
+    FOLDER/server-N.journal             the number of updates in the snapshot, then (ticket,
+                                        samples) of every update since, written before the update
+
+A journal of an earlier snapshot is ignored: the process was killed before it could write a new one,
+and the snapshot has its updates.
 
 With a work queue, updates in the journal but not in the snapshot are lost to this server, and
 counted. Their tickets are not applied again. Without one the journal is empty: all servers go back
@@ -112,7 +115,7 @@ class SnapshotStore:
         folder: The folder.
         number: Number of the server.
         journal: File descriptor of the journal.
-        entries: Number of entries in the journal.
+        entries: Number of entries in the journal, without the first.
     """
 
     def __init__(self, folder: Path, number: int) -> None:
@@ -172,6 +175,7 @@ class SnapshotStore:
             old.unlink()
         os.ftruncate(self.journal, 0)
         os.lseek(self.journal, 0, os.SEEK_SET)
+        os.write(self.journal, ENTRY_STRUCT.pack(shard.updates, 0))
         self.entries = 0
 
     def try_save_snapshot(self, shard: SnapshotSource) -> None:
@@ -199,7 +203,9 @@ class SnapshotStore:
         for updates, later in list_snapshots(self.folder, self.number).items():
             if step is not None and updates > step:
                 later.unlink()
-        for path in [*list_snapshots(self.folder, self.number).values()][-1:]:
+        snapshots = list_snapshots(self.folder, self.number)
+        restored = max(snapshots, default=0)
+        for path in [*snapshots.values()][-1:]:
             # unpickling is safe here: the file is in the folder of this training
             contents = torch.load(path, weights_only=False)
             for value, saved in zip(shard.values, contents["values"], strict=True):
@@ -218,8 +224,13 @@ class SnapshotStore:
             shard.restore_counts(contents["counts"])
         os.lseek(self.journal, 0, os.SEEK_SET)
         journal = os.read(self.journal, ENTRY_STRUCT.size * (UPDATES_PER_SNAPSHOT + 1024))
-        for start in range(0, len(journal) - ENTRY_STRUCT.size + 1, ENTRY_STRUCT.size):
-            shard.lose_ticket(*ENTRY_STRUCT.unpack_from(journal, start))
+        entries = [
+            ENTRY_STRUCT.unpack_from(journal, start)
+            for start in range(0, len(journal) - ENTRY_STRUCT.size + 1, ENTRY_STRUCT.size)
+        ]
+        if entries and entries[0][0] >= restored:
+            for entry in entries[1:]:
+                shard.lose_ticket(*entry)
         self.save_snapshot(shard)
 
     def close(self) -> None:
