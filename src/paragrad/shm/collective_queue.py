@@ -1,4 +1,7 @@
-"""The queue of a group's collectives. They run in the order of the calls, equal on all ranks."""
+"""The queue of a group's collectives. They run in the order of the calls, equal on all ranks.
+
+Those that a callback of a collective's future calls run directly after that collective.
+"""
 
 from __future__ import annotations
 

@@ -418,7 +418,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
     ) -> ShmWork:
         """Queue a collective, or run it here.
 
-        It runs here if its caller waits for it at once and no operation is before it.
+        It runs here if its caller waits for it at once and no operation is before it, or if its
+        caller is a callback of another collective's future.
         """
         opts = opts or dist.AllgatherOptions()
         for each in (*outputs, *inputs):
@@ -434,6 +435,13 @@ class SharedMemoryGroup(dist.ProcessGroup):
                 queue.lock.release()
             return COMPLETED_WORK
         work = ShmWork(queue, list(outputs), seconds)
+        if queue.is_in_callback():
+            # How many collectives other threads have queued by now depends on the time and differs
+            # between ranks. Before all of them is the one place that is the same on all ranks.
+            # The callback may wait for the future, which would not run the queue: run it now.
+            queue.pending.appendleft((work, title, perform))
+            queue.complete_work(work, time.monotonic() + seconds)
+            return work
         queue.pending.append((work, title, perform))
         if opts.asyncOp:
             queue.leave_to_daemon(work)

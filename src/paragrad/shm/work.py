@@ -10,6 +10,9 @@ a queue. Collectives and messages have a queue each, so that neither delays the 
 * A daemon thread of the queue completes what no caller waits for within some milliseconds, and what
   has a future.
 
+The callbacks of a future run between two operations, in the thread that runs the queue. No other
+thread can run the queue meanwhile, so what a callback waits for is run by this thread.
+
 The daemon polls, however many operations there are meanwhile, and takes over what it sees a second
 time. To wake it for each operation would cost as much as a short operation.
 """
@@ -17,10 +20,12 @@ time. To wake it for each operation would cost as much as a short operation.
 from __future__ import annotations
 
 import abc
+import contextlib
 import math
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -77,8 +82,9 @@ class ShmWork(dist.Work):
         """
         self.error = error
         self.done = True
-        if self.future is not None:
-            self._set_future()
+        if self.future is not None and self.queue is not None:
+            with self.queue.allow_callbacks():
+                self._set_future()
 
     def _set_future(self) -> None:
         with _future_lock:
@@ -207,6 +213,8 @@ class OperationQueue(abc.ABC):
         daemon: The daemon thread, once it has started.
 
         awaited_works: The operations that a caller waits for.
+
+        callback_thread: The thread that holds the lock and now runs callbacks; None if none does.
     """
 
     def __init__(self, poll_seconds: float = 0.001) -> None:
@@ -219,6 +227,7 @@ class OperationQueue(abc.ABC):
         self.backlog = DaemonBacklog(poll_seconds)
         self.daemon: threading.Thread | None = None
         self.awaited_works: list[ShmWork] = []
+        self.callback_thread: int | None = None
 
     @abc.abstractmethod
     def run_until_done(self, work: ShmWork, deadline: float, is_background: bool) -> None:
@@ -244,6 +253,20 @@ class OperationQueue(abc.ABC):
             work: The operation.
         """
 
+    @contextlib.contextmanager
+    def allow_callbacks(self) -> Iterator[None]:
+        """Let this thread, which holds the lock, run callbacks that use the queue."""
+        outer = self.callback_thread  # a callback may finish operations with callbacks
+        self.callback_thread = threading.get_ident()
+        try:
+            yield
+        finally:
+            self.callback_thread = outer
+
+    def is_in_callback(self) -> bool:
+        """Tell whether a callback of one of the queue's futures is the caller."""
+        return self.callback_thread == threading.get_ident()
+
     def complete_work(self, work: ShmWork, deadline: float, is_background: bool = False) -> None:
         """Wait until an operation is done, in this thread or in the one that runs the queue.
 
@@ -254,6 +277,10 @@ class OperationQueue(abc.ABC):
             deadline: The time limit, on the monotonic clock.
             is_background: No caller waits for the operation.
         """
+        if self.is_in_callback():
+            # this thread holds the lock, and no other one can run the operation
+            self.run_until_done(work, deadline, is_background=False)
+            return
         if not is_background:
             self.awaited_works.append(work)
             if self.lock.locked():
