@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -278,6 +279,43 @@ def test_rank_dependent_schedules_use_the_event_clock(schedule: Collective) -> N
     assert time_collective(schedule, 6, 100, CLUSTERS["textbook"]) == time_schedule(
         schedule, 6, 100, CLUSTERS["textbook"]
     )
+
+
+@dataclass(frozen=True)
+class RightNeighbours:
+    """Every rank sends a slot to its right neighbour, which receives it as another slot."""
+
+    sent: Callable[[int, int], Any]
+    received: Callable[[int, int], Any]
+
+    def parts(self, size: int) -> int:
+        return size
+
+    def program(self, rank: int, size: int) -> Program:
+        yield Send((rank + 1) % size, self.sent(rank, size))
+        yield Recv((rank - 1) % size, self.received(rank, size))
+
+
+def test_whole_vector_is_no_part_per_rank() -> None:
+    """The range of all parts was taken for part r on rank r, and timed as one part."""
+    schedule = RightNeighbours(lambda rank, size: range(size), lambda rank, size: range(size))
+    timeline = time_collective(schedule, 4, 8, CLUSTERS["textbook"])
+    assert timeline.seconds == 3.0 + 0.5 * 32
+
+
+def test_mismatched_slots_are_refused_in_a_uniform_schedule() -> None:
+    """All ranks at once were timed, whatever part the receiver expected."""
+    schedule = RightNeighbours(lambda rank, size: rank, lambda rank, size: rank)
+    with pytest.raises(ScheduleError, match="expects slot 1 from rank 0, which sends slot 0"):
+        time_collective(schedule, 4, 8, CLUSTERS["textbook"])
+
+
+def test_equal_ranks_change_their_peers_by_thousands() -> None:
+    """Direct has a distance for each message: arrays of all of them took gigabytes."""
+    size = 4096
+    timeline = time_collective(Direct(), size, size * 100, Cluster(LINK, 0.25))
+    assert timeline.ends == (timeline.seconds,) * size
+    assert timeline.seconds == 2 * (size - 1) * (3.0 + 0.5 * 400) + (size - 1) * 0.25 * 400
 
 
 def test_thousands_of_ranks() -> None:

@@ -1,7 +1,7 @@
 """The clock for thousands of ranks: if every rank does the same, one numpy array holds them all.
 
 A schedule that makes no choice by rank, such as the ring, can generate the program of *all* ranks
-at once. Then `rank` is an array, and so are the peers and slots of its actions. It is the same
+at once. Then `rank` is a RankNumber, and so are the peers and slots of its actions. It is the same
 program, read for all ranks. The result is that of the clock
 (tests/executors/test_clock.py compares them up to 64 ranks). All other schedules go to the clock.
 """
@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from paragrad.executors.clock import Timeline, time_schedule
-from paragrad.executors.machine import Cluster
+from paragrad.executors.machine import Cluster, Link
 from paragrad.executors.message_count import TooManyMessages, count_rank_sends, refuse_many_messages
+from paragrad.executors.rank_number import NotUniform, RankNumber, find_distance
 from paragrad.schedules.actions import Collective, Recv, Send, compute_slot_lengths
 
 # Messages up to which the clock plays them one by one: a minute or two.
@@ -113,18 +114,14 @@ def time_uniform_collective(
         )
     except TooManyMessages:
         raise
-    # NotUniform; or any error of numpy, or of a user's program, at a choice by rank or at a range
-    # of parts.
+    # NotUniform; or any error of a RankNumber, or of a user's program, at a choice by rank or at a
+    # range of parts.
     except Exception:
         return None
 
 
-class NotUniform(Exception):
-    """Messages of different ranks meet."""
-
-
 class UniformClock:
-    """The state of all ranks, an array each.
+    """The state of all ranks, an array each; an array of one number if all ranks are equal.
 
     Args:
         schedule: The collective.
@@ -137,26 +134,31 @@ class UniformClock:
     def __init__(
         self, schedule: Collective, size: int, length: int, cluster: Cluster, element_bytes: int
     ) -> None:
-        self.ranks = np.arange(size)
         self.cluster = cluster
         self.size = size
         self.schedule = schedule
-        self.program = schedule.program(self.ranks, size)  # type: ignore[arg-type]
+        self.program = schedule.program(RankNumber(size), size)  # type: ignore[arg-type]
         self.part_bytes = element_bytes * np.array(
             list(compute_slot_lengths(schedule, size, length).values())
         )
-        self.slowdowns = np.array([cluster.find_slowdown(rank) for rank in range(size)])
+        self.has_slow_ranks = any(factor != 1 for _, factor in cluster.slow)
         self.has_equal_ranks = (
-            bool((self.slowdowns == 1).all())
+            not self.has_slow_ranks
             and cluster.group == 1
-            and len(set(self.part_bytes.tolist())) == 1
+            and bool((self.part_bytes == self.part_bytes[0]).all())
         )
-        self.now, self.out_free, self.in_free = (np.zeros(size) for _ in range(3))
+        # Equal ranks do the same at the same time: one of them stands for all.
+        self.ranks = np.arange(1 if self.has_equal_ranks else size)
+        self.slowdowns = np.array([cluster.find_slowdown(rank) for rank in self.ranks.tolist()])
+        self.add_seconds = PartValues(cluster.gamma * self.part_bytes, size, len(self.ranks))
+        self.port_seconds: dict[Link, PartValues] = {}
+        # When a rank can continue, and when its out port is free. The in port of its receiver is
+        # free at the same time: either it gets messages of this rank only, or all ranks are equal.
+        self.now, self.ports_free = (np.zeros(len(self.ranks)) for _ in range(2))
         self.shift: int | None = None  # the distance at which all ranks send
-        # For each shift, the arrival times and bytes of messages, by their receiver.
-        self.in_flight: dict[int, deque[Any]] = {}
+        # For each shift, the slots and arrival times of messages, by their sender.
+        self.in_flight: dict[int, deque[tuple[Any, Any]]] = {}
         self.links: dict[int, ShiftedLinks] = {}
-        self.peers: dict[int, Any] = {}
         self.messages = 0
 
     def play_program(self, report_progress: ReportProgress | None = None) -> Timeline:
@@ -182,7 +184,8 @@ class UniformClock:
                 self.play_recv(action)
             else:
                 raise NotUniform
-        return Timeline(float(self.now.max()), tuple(self.now.tolist()), self.messages)
+        ends = np.broadcast_to(self.now, self.size) if self.has_equal_ranks else self.now
+        return Timeline(float(ends.max()), tuple(ends.tolist()), self.messages)
 
     def count_all_messages(self) -> int:
         """Return the messages of all ranks, each of which sends the same number.
@@ -203,67 +206,38 @@ class UniformClock:
 
     def play_send(self, action: Send) -> None:
         """Simulate a Send of all ranks."""
-        shift = self.find_shift(action.to)
+        shift = find_distance(action.to)
         if shift != self.shift:
             if self.shift is not None and not self.has_equal_ranks:
                 # Two ranks may need the same receiver, in any order.
                 raise NotUniform
             self.shift = shift
         link = self.find_links(shift)
-        posted = self.occupy_cores(self.now, link.overhead)
-        self.now = posted
-        start = np.maximum(np.maximum(posted, self.out_free), self.in_free[link.receivers])
-        self.out_free = start + link.port_seconds[link.link_kinds, action.slot] * link.slowdown
-        self.in_free = self.out_free[link.senders]
+        self.now = delay_times(self.now, link.send_overhead)
+        seconds = link.find_message_seconds(action.slot)
+        if self.has_slow_ranks:
+            seconds = seconds * link.slowdown
+        self.ports_free = np.maximum(self.now, self.ports_free) + seconds
         self.in_flight.setdefault(shift, deque()).append(
-            (
-                (self.out_free + link.latency)[link.senders],
-                self.part_bytes[action.slot][link.senders],
-            )
+            (action.slot, delay_times(self.ports_free, link.latency))
         )
         self.messages += self.size
 
     def play_recv(self, action: Recv) -> None:
         """Simulate a Recv of all ranks."""
-        shift = -self.find_shift(action.frm) % self.size
-        arrival, size = self.in_flight[shift].popleft()
-        self.now = self.occupy_cores(
-            np.maximum(self.now, arrival), self.find_links(shift).receive_overhead
+        shift = -find_distance(action.frm) % self.size
+        slot, arrival = self.in_flight[shift].popleft()
+        if isinstance(slot, RankNumber):
+            slot = slot.look_from(-shift)
+        if slot != action.slot:
+            raise NotUniform  # an error, which the other clock names
+        self.now = delay_times(
+            np.maximum(self.now, np.roll(arrival, shift)), self.find_links(shift).receive_overhead
         )
         # The sends of the slot are over: the received sum depends on them.
-        if action.add:
-            self.now = self.occupy_cores(self.now, self.cluster.gamma * size)
-
-    def occupy_cores(self, since: Any, seconds: Any) -> Any:
-        """Occupy the core of each rank; return when it is free again.
-
-        The core belongs to one rank: it is free when the rank is.
-
-        Args:
-            since: When each rank begins, in seconds.
-            seconds: How long, on a rank that is not slow.
-        """
-        return since + seconds * self.slowdowns if np.any(seconds) else since
-
-    def find_shift(self, peers: Any) -> int:
-        """Return the one distance, around the ring of ranks, at which all peers are.
-
-        Args:
-            peers: The peer of each rank.
-
-        Raises:
-            NotUniform: If there are several distances.
-        """
-        shift = int(peers[0]) % self.size
-        if not np.array_equal(peers, self.shift_ranks(shift)):
-            raise NotUniform
-        return shift
-
-    def shift_ranks(self, shift: int) -> Any:
-        """Return the rank at a distance from each rank."""
-        if shift not in self.peers:
-            self.peers[shift] = (self.ranks + shift) % self.size
-        return self.peers[shift]
+        if action.add and self.cluster.gamma:
+            seconds = self.add_seconds.look_up(action.slot)
+            self.now = self.now + (seconds * self.slowdowns if self.has_slow_ranks else seconds)
 
     def find_links(self, shift: int) -> ShiftedLinks:
         """Return the links from every rank to the one at a distance.
@@ -275,9 +249,9 @@ class UniformClock:
             NotUniform: If ranks of one host share its link.
         """
         if shift not in self.links:
-            receivers = self.shift_ranks(shift)
+            receivers: Any = (self.ranks + shift) % self.size
             hosts: Any = self.ranks // self.cluster.group
-            receiver_hosts = receivers // self.cluster.group
+            receiver_hosts: Any = receivers // self.cluster.group
             crossing = hosts != receiver_hosts
             if self.cluster.group > 1 and (
                 np.bincount(hosts[crossing]).max(initial=0) > 1
@@ -285,60 +259,112 @@ class UniformClock:
             ):
                 # Ranks of one host take turns on its link.
                 raise NotUniform
+            # A link depends on whether it leaves the host: that of one rank stands for its kind.
+            _, examples, kinds = np.unique(crossing, return_index=True, return_inverse=True)
             links = [
-                self.cluster.find_link(int(source), int(target))
-                for source, target in zip(self.ranks, receivers, strict=True)
+                self.cluster.find_link(rank, int(receivers[rank])) for rank in examples.tolist()
             ]
-            kinds = list(dict.fromkeys(links))
-            sizes, of_part = np.unique(self.part_bytes, return_inverse=True)
-            port_seconds = np.array(
-                [[link.compute_port_seconds(int(size)) for size in sizes] for link in kinds]
-            )[:, of_part]
-            latency, overhead = (
-                np.array([getattr(link, name) for link in links])
-                for name in ("latency", "overhead")
-            )
-            senders = self.shift_ranks(-shift % self.size)
+            overhead = np.array([link.overhead for link in links])[kinds]
             self.links[shift] = ShiftedLinks(
-                receivers,
-                senders,
-                port_seconds,
-                np.array([kinds.index(link) for link in links]),
-                latency,
-                overhead,
-                overhead[senders],
-                np.maximum(self.slowdowns, self.slowdowns[receivers]),
+                kinds,
+                [self.list_port_seconds(link) for link in links],
+                drop_zeros(np.array([link.latency for link in links])[kinds]),
+                drop_zeros(overhead * self.slowdowns),
+                drop_zeros(np.roll(overhead, shift) * self.slowdowns),
+                np.maximum(self.slowdowns, np.roll(self.slowdowns, -shift)),
             )
         return self.links[shift]
+
+    def list_port_seconds(self, link: Link) -> PartValues:
+        """Return the seconds for which a message of each part occupies its ports on a link."""
+        if link not in self.port_seconds:
+            sizes, of_part = np.unique(self.part_bytes, return_inverse=True)
+            seconds = np.array([link.compute_port_seconds(size) for size in sizes.tolist()])
+            self.port_seconds[link] = PartValues(seconds[of_part], self.size, len(self.ranks))
+        return self.port_seconds[link]
+
+
+class PartValues:
+    """A value of each part of the vector, which is looked up for all ranks at once.
+
+    Args:
+        values: The values, as an array over parts.
+        size: The number of ranks.
+        simulated_ranks: For how many of them, from rank 0, values are looked up.
+    """
+
+    def __init__(self, values: Any, size: int, simulated_ranks: int) -> None:
+        self.values = values
+        self.size = size
+        self.simulated_ranks = simulated_ranks
+        # For each (scale, offset), the values of the parts of all ranks, twice in sequence.
+        self.columns: dict[tuple[int, int], Any] = {}
+
+    def look_up(self, slot: Any) -> Any:
+        """Return the values of a slot: an array over ranks, or one number for all of them.
+
+        Args:
+            slot: The number of a part, the same on all ranks or a RankNumber.
+
+        Raises:
+            NotUniform: If the slot is anything else, or no part of the vector.
+        """
+        if not isinstance(slot, RankNumber):
+            if type(slot) is not int or not 0 <= slot < len(self.values):
+                raise NotUniform
+            return self.values[slot]
+        key = slot.scale, slot.offset
+        if key not in self.columns:
+            column = self.values[slot.offset :: slot.scale][: self.size]
+            if slot.offset < 0 or len(column) < self.size:
+                raise NotUniform
+            # The ranks around the ring, from any rank, are then a slice, which is not copied.
+            self.columns[key] = np.concatenate((column, column))
+        return self.columns[key][slot.shift : slot.shift + self.simulated_ranks]
 
 
 @dataclass(frozen=True)
 class ShiftedLinks:
-    """The links from every rank to another, as arrays over senders.
+    """The links from every rank to another, as arrays over ranks.
 
     Attributes:
-        receivers: The receiver of each sender.
+        kinds: The kind of link to the receiver of each rank, 0 or 1.
 
-        senders: The sender of each receiver.
+        port_seconds: For each kind, the seconds for which a message of each part occupies ports.
 
-        port_seconds: The seconds for which a message occupies its ports, by kind of link and part.
+        latency: The latency of the link, in seconds, or None if it is zero.
 
-        link_kinds: The kind of link of each sender.
+        send_overhead: The overhead of each rank to post a message, in seconds, or None if it is
+            zero.
 
-        latency: The latency, in seconds.
+        receive_overhead: The overhead of each rank to receive a message, in seconds, or None if it
+            is zero.
 
-        overhead: The overhead of the sender, in seconds.
-
-        receive_overhead: The overhead of the message that each rank receives, in seconds.
-
-        slowdown: How many times slower the slower of both ranks is.
+        slowdown: How many times slower the slower of each rank and its receiver is.
     """
 
-    receivers: Any
-    senders: Any
-    port_seconds: Any
-    link_kinds: Any
+    kinds: Any
+    port_seconds: list[PartValues]
     latency: Any
-    overhead: Any
+    send_overhead: Any
     receive_overhead: Any
     slowdown: Any
+
+    def find_message_seconds(self, slot: Any) -> Any:
+        """Return the seconds for which the message of each rank occupies its ports.
+
+        Args:
+            slot: The slot that each rank sends.
+        """
+        seconds = [values.look_up(slot) for values in self.port_seconds]
+        return seconds[0] if len(seconds) == 1 else np.where(self.kinds, seconds[1], seconds[0])
+
+
+def drop_zeros(seconds: Any) -> Any:
+    """Return seconds as they are, or None if all are zero, which need no addition."""
+    return seconds if seconds.any() else None
+
+
+def delay_times(times: Any, seconds: Any) -> Any:
+    """Return times after some seconds; None stands for zero seconds."""
+    return times if seconds is None else times + seconds

@@ -15,8 +15,8 @@ generated lazily. Its meaning:
    reads or writes must be in slots that receive no later message.
 4. A schedule works for any number of ranks (1, 3, odd, no power of two). It works for any length
    (empty, shorter than the number of ranks): chunks may be unequal or empty.
-5. If no action depends on a choice made by rank, `rank` may be an array of all ranks
-   (`executors/uniform_clock.py`).
+5. If no action depends on a choice made by rank, `rank` may be a number that stands for all ranks
+   (`executors/rank_number.py`).
 
 A schedule holds order only: it has no time and no result.
 """
