@@ -97,8 +97,9 @@ def _describe_run(finished: Run, found: Mapping[str, Any]) -> dict[str, Any]:
         "first step": found["first_step"],
         "compared with one worker": _describe_compared_steps(found),
         "what happened": summarize_events(found["events"]),
-        "steps without an update": found["skipped_steps"]
-        and f"{found['skipped_steps']:,}: a gradient overflowed in float16",
+        "steps without an update": f"{found['skipped_steps']:,}: a gradient overflowed in float16"
+        if found["skipped_steps"]
+        else None,
         "gradient noise scale": describe_noise_scale(finished),
         "difference from serial (relative, float64, 20 steps)": found["difference"]
         and f"{found['difference']:.1e}",

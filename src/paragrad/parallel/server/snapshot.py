@@ -15,7 +15,9 @@ to the last step of which all have a snapshot (`find_common_step`), and later st
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import struct
 from collections import Counter
 from pathlib import Path
@@ -28,6 +30,7 @@ from paragrad.engine.optimizer.optimizer_state import copy_optimizer_attributes,
 
 UPDATES_PER_SNAPSHOT = 100
 KEPT_SNAPSHOTS = 2  # another server may not have saved the latest snapshot yet
+SMALL_FILE_BYTES = 2**16  # a disk with less room counts as full
 ENTRY_STRUCT = struct.Struct("<qq")
 
 
@@ -114,6 +117,7 @@ class SnapshotStore:
     Attributes:
         folder: The folder.
         number: Number of the server.
+        journal_path: Path of the journal.
         journal: File descriptor of the journal.
         entries: Number of entries in the journal, without the first.
     """
@@ -121,7 +125,8 @@ class SnapshotStore:
     def __init__(self, folder: Path, number: int) -> None:
         self.folder = folder
         self.number = number
-        self.journal = os.open(folder / f"server-{number}.journal", os.O_RDWR | os.O_CREAT, 0o600)
+        self.journal_path = folder / f"server-{number}.journal"
+        self.journal = os.open(self.journal_path, os.O_RDWR | os.O_CREAT, 0o600)
         self.entries = 0
 
     def record_tickets(self, shard: SnapshotSource, tickets: list[tuple[int, int]]) -> None:
@@ -133,7 +138,7 @@ class SnapshotStore:
         """
         if self.entries + len(tickets) > UPDATES_PER_SNAPSHOT:
             self.save_snapshot(shard)
-        os.write(self.journal, b"".join(ENTRY_STRUCT.pack(*each) for each in tickets))
+        self._write_entries(tickets)
         self.entries += len(tickets)
 
     def save_snapshot(self, shard: SnapshotSource) -> None:
@@ -144,7 +149,6 @@ class SnapshotStore:
 
         Raises:
             OSError: The file cannot be written.
-            RuntimeError: torch reports that the file cannot be written.
         """
         path = self.folder / f"server-{self.number}-{shard.updates:08}.snapshot"
         partial = path.with_suffix(".partial")
@@ -167,16 +171,27 @@ class SnapshotStore:
         }
         try:
             torch.save(contents, partial)
-        except BaseException:  # for example, a full disk
+        except BaseException as error:
+            free = shutil.disk_usage(self.folder).free
+            size = partial.stat().st_size if partial.exists() else 0
             partial.unlink(missing_ok=True)
+            # torch names neither the file nor the cause
+            if isinstance(error, RuntimeError) and free < max(size, SMALL_FILE_BYTES):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(partial)) from error
             raise
         partial.rename(path)
         for old in [*list_snapshots(self.folder, self.number).values()][:-KEPT_SNAPSHOTS]:
             old.unlink()
         os.ftruncate(self.journal, 0)
         os.lseek(self.journal, 0, os.SEEK_SET)
-        os.write(self.journal, ENTRY_STRUCT.pack(shard.updates, 0))
+        self._write_entries([(shard.updates, 0)])
         self.entries = 0
+
+    def _write_entries(self, entries: list[tuple[int, int]]) -> None:
+        try:
+            os.write(self.journal, b"".join(ENTRY_STRUCT.pack(*each) for each in entries))
+        except OSError as error:  # it names no file
+            raise OSError(error.errno, error.strerror, str(self.journal_path)) from error
 
     def try_save_snapshot(self, shard: SnapshotSource) -> None:
         """Save a snapshot, or count the failure.
@@ -188,7 +203,7 @@ class SnapshotStore:
         """
         try:
             self.save_snapshot(shard)
-        except (OSError, RuntimeError):  # torch reports a full disk as a RuntimeError
+        except OSError:
             shard.refusals["a snapshot, for which there was no room"] += 1
 
     def restore_shard(self, shard: SnapshotSource, step: int | None = None) -> None:
