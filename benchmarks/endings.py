@@ -15,8 +15,7 @@
 
 Each ending must print one message, without frames of paragrad, and give the right exit code. It
 must leave no process, no entry of /dev/shm, no temporary folder and no half-written file. After
-a signal to a run that stands still, and after a death under torchrun, every process must be gone
-within 10 s.
+a signal to the launcher, and after a death under torchrun, every process must be gone within 10 s.
 
 | figure | bar |
 |---|---|
@@ -53,7 +52,7 @@ FAULTS = {
         what: f"planted fault in {what}"
         for what in ("model", "loss", "dataset", "collate", "metric", "callback", "scheduler")
     },
-    "nan": "nan",
+    "nan": "the loss is not finite",
     "shape": "shape",
 }
 KILLS = (

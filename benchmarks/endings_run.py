@@ -204,6 +204,8 @@ def run_command(plan: Plan, here: Here, runs: Path, ending: Ending) -> None:
         left = here.gone(SETTLE)
         if plan.signals and not ending.wrong:
             ending.seconds = time.monotonic() - began
+            if ending.seconds > END and plan.what != "rank":  # without a rank some runs go on
+                ending.wrong.append(f"it took {ending.seconds:.1f} s to the end")
         if left:
             ending.wrong.append(f"{len(left)} process(es) {SETTLE:g} s after the command's end")
     printed = here.printed()
