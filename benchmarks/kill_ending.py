@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -201,16 +201,35 @@ class Here:
         left.
         """
         told = {"KILL": json.dumps(asdict(kill))} if halts else {}
+        with self.start(words, told) as running:
+            yield running
+
+    @contextlib.contextmanager
+    def start(
+        self,
+        words: list[str],
+        environment: Mapping[str, str],
+        output: str = "printed",
+        cwd: Path | None = None,
+    ) -> Iterator[subprocess.Popen[bytes]]:
+        """Start a process that writes to the file `output`; at the end no process of this
+        folder is left.
+        """
         environment = {
             **os.environ,
-            **told,
+            **environment,
             "KILL_FOLDER": str(self.folder),
             "TMPDIR": str(self.folder / "temporary"),
         }
         with (
-            (self.folder / "printed").open("wb") as printed,
+            (self.folder / output).open("wb") as printed,
             subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=printed, stderr=printed, env=environment
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=printed,
+                stderr=printed,
+                env=environment,
+                cwd=cwd,
             ) as running,
         ):
             try:
@@ -220,8 +239,8 @@ class Here:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
 
-    def printed(self) -> str:
-        return (self.folder / "printed").read_text(errors="replace")
+    def printed(self, output: str = "printed") -> str:
+        return (self.folder / output).read_text(errors="replace")
 
     def saved(self) -> int:
         """The step of the newest whole checkpoint; 0 where there is none. It may be removed

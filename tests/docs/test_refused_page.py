@@ -4,11 +4,10 @@ and exit with 2.
 
 from __future__ import annotations
 
-import re
-import shlex
 from pathlib import Path
 
 import pytest
+from refused_rows import JOB_FILES, read_rows, split_command
 from typer.testing import CliRunner
 
 from paragrad import launch
@@ -16,10 +15,7 @@ from paragrad.commands.cli import app
 
 pytestmark = pytest.mark.processes
 
-ROOT = Path(__file__).parents[2]
-TABLE = re.findall(
-    r"^\| `(.+)` \| (.+) \|$", (ROOT / "docs" / "refused.md").read_text(), re.MULTILINE
-)
+TABLE = read_rows()
 
 
 # said before a job that reads it refuses
@@ -37,17 +33,14 @@ def test_command_is_refused_with_its_message(
     """
     if "shakespeare-gpt" in command:
         request.getfixturevalue("data")
-    monkeypatch.chdir(ROOT / "tests" / "helpers" / "job_files")
+    monkeypatch.chdir(JOB_FILES)
     monkeypatch.syspath_prepend(str(Path.cwd()))
     monkeypatch.setattr(
         launch.Launcher, "_start_ranks", lambda *_: pytest.fail("a rank was started")
     )
-    words = shlex.split(command)
-    while "=" in words[0]:
-        monkeypatch.setenv(*words.pop(0).split("=", 1))
-    assert words.pop(0) == "paragrad"
-    if words[0] in ("train", "compare") and "--runs" not in words:
-        words += ["--runs", str(tmp_path)]
+    environment, words = split_command(command, tmp_path)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 2, result.output
     assert message in result.output
