@@ -10,10 +10,11 @@ import importlib
 import os
 import signal
 import sys
+from contextlib import nullcontext
 
 from paragrad.errors import Refused
 from paragrad.runtime.launcher_env import detect_launch
-from paragrad.runtime.stop_signals import exit_on_interrupt
+from paragrad.runtime.stop_signals import exit_on_interrupt, exit_stopped, handle_stop_signals
 
 RANK_COMMANDS = ("train", "compare", "verify")  # commands that start ranks
 MODULES = {"work": "count_work"}  # commands with a module of another name
@@ -31,22 +32,35 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(2)
-    with exit_on_interrupt():
-        if starts_ranks(sys.argv[1:]):
-            from paragrad.launch import processes
+    # SIGTERM ends a rank of another launcher at once, also where it waits in C++
+    with nullcontext() if is_launched() else handle_stop_signals(exit_stopped):
+        with exit_on_interrupt():
+            if starts_ranks(sys.argv[1:]):
+                from paragrad.launch import processes
 
-            processes.get_fork_server()
-        from paragrad.commands.cli import run_command_line as run
+                processes.get_fork_server()
+            from paragrad.commands.cli import run_command_line as run
 
-        # import what the command needs here, because Ctrl-C while torch is imported would print a
-        # traceback
-        if uses_torch(sys.argv[1:]):
-            importlib.import_module(f"paragrad.commands.{MODULES.get(sys.argv[1], sys.argv[1])}")
+            # import what the command needs here, because Ctrl-C while torch is imported would
+            # print a traceback
+            if uses_torch(sys.argv[1:]):
+                name = MODULES.get(sys.argv[1], sys.argv[1])
+                importlib.import_module(f"paragrad.commands.{name}")
+        try:
+            run()
+        finally:
+            # the command is ending and closes its resources: ignore further signals
+            kinds = [signal.SIGINT, *(() if is_launched() else (signal.SIGTERM, signal.SIGHUP))]
+            for kind in kinds:
+                signal.signal(kind, signal.SIG_IGN)
+
+
+def is_launched() -> bool:
+    """Tell whether another launcher, such as torchrun, started this process as a rank."""
     try:
-        run()
-    finally:
-        # the command is ending and closes its resources: ignore another Ctrl-C
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        return detect_launch() is not None
+    except Refused:  # the command itself reports the reason
+        return False
 
 
 def reopen_standard_streams() -> None:

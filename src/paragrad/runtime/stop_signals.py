@@ -163,15 +163,18 @@ def exit_on_interrupt() -> Iterator[None]:
     Otherwise an import that is under way would print a traceback.
     """
 
-    def leave(*_: object) -> None:
-        print("paragrad: stopped", file=sys.stderr, flush=True)
-        os._exit(130)
-
-    previous_handler = signal.signal(signal.SIGINT, leave)
+    previous_handler = signal.signal(signal.SIGINT, lambda *_: exit_stopped())
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, previous_handler)
+
+
+def exit_stopped() -> None:
+    """End this process at once, with exit code 130 and one line."""
+    # not by print, which a signal handler cannot call inside of another print
+    os.write(2, b"paragrad: stopped\n")
+    os._exit(130)
 
 
 def exit_with_parent(parent: int) -> None:
