@@ -384,7 +384,9 @@ def _train_under_launcher(
                 status = select_rank_function(validated_run)(
                     world, validated_run, folder, record.origin, report=progress
                 )
-            except StepFailed as error:
+            except Refused:
+                raise
+            except Exception as error:  # also of user code between steps, and of a dead rank
                 failed = RankFailed.wrap_error(error, world.rank)
                 with suppress(OSError):
                     _write_end_line(record, "failed", failed)
@@ -400,9 +402,11 @@ def _train_under_launcher(
                     difference = compare_with_serial(
                         world, validated_run.job, validated_run.resolved, validated_run.settings
                     )
-                except StepFailed as error:
+                except Refused:
+                    raise
+                except Exception as error:
                     raise RankFailed.wrap_error(error, world.rank).with_message(
-                        describe_failed_check(folder, error.message)
+                        describe_failed_check(folder, StepFailed.wrap_error(error).message)
                     ) from error
                 record.write_line(
                     "difference",
