@@ -107,10 +107,10 @@ def test_serial_is_a_plain_loop_with_a_grad_scaler(tmp_path: Path) -> None:
     "strategy",
     [
         "data(2, reduce=ring)",
-        "pipeline(2)",
         *(
             pytest.param(each, marks=pytest.mark.table)
             for each in (
+                "pipeline(2)",
                 "data(2, state=shared_memory)",
                 "data(2, state=fully_sharded)",
                 "data(3, shares=[2, 1, 1], micro=2)",

@@ -94,10 +94,15 @@ class Hiding(Rule):
     ("rule", "strategy"),
     [
         (Queued, "data(2, state=replicated, reduce=ring)"),
-        (Queued, "place(2)"),
         (OneNumber, "data(2, state=shared_memory)"),
-        (OneNumber, "data(2, state=fully_sharded)"),
-        (OneNumber, "server(2, servers=2)"),
+        *(
+            pytest.param(*each, marks=pytest.mark.table)
+            for each in (
+                (Queued, "place(2)"),
+                (OneNumber, "data(2, state=fully_sharded)"),
+                (OneNumber, "server(2, servers=2)"),
+            )
+        ),
         (Dropping, "data(2, state=replicated, reduce=ring)"),
         (Counting, "server(2)"),
         (Hiding, "data(2, state=replicated, reduce=ring)"),
