@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from equality_table import VECTORS, job, mlp
@@ -205,6 +207,27 @@ def test_batches_are_read_in_any_order() -> None:
     assert fingerprint_generators() == before
 
 
+def test_stream_sees_one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams that divide themselves by the launcher's variables gave each rank other samples."""
+
+    def divide(epoch: int) -> Iterator[int]:
+        size = int(os.environ.get("WORLD_SIZE", 1))
+        return iter(range(int(os.environ.get("RANK", 0)), SIZE, size))
+
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    stream = pg.Stream(divide, SIZE)
+    assert [stream[index] for index in range(3)] == [0, 1, 2]
+    assert os.environ["RANK"] == "1"
+
+
+def test_samples_without_a_number_are_equal() -> None:
+    def give(epoch: int) -> Iterator[Any]:
+        return iter([(numpy.array([1.0, numpy.nan]), torch.eye(2).to_sparse())] * 3)
+
+    pg.Stream(give, 3).refuse_changing_samples(0, 3)
+
+
 # ---- refused ----------------------------------------------------------------------------------
 class Ongoing(IterableDataset[tuple[Tensor, Tensor]]):
     """Goes on where it was, as a stream from a queue does."""
@@ -214,6 +237,11 @@ class Ongoing(IterableDataset[tuple[Tensor, Tensor]]):
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         return self.samples
+
+
+def shuffle_numbers(epoch: int) -> Iterator[Any]:
+    """Draws from a generator of its own; numbers of numpy once all counted as equal."""
+    return iter(numpy.random.default_rng().permutation(SIZE))
 
 
 def fail(epoch: int) -> Iterator[Any]:
@@ -230,6 +258,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a number": (lambda: pg.Stream(7, 4), "got a int"),  # type: ignore[arg-type]
     "no epoch": (lambda: pg.Stream(lambda: VECTORS, 4), "must take the epoch"),  # type: ignore
     "going on": (lambda: pg.Stream(Ongoing(), LENGTH), "another sample 0 when it is read again"),
+    "own generator": (
+        lambda: pg.Stream(shuffle_numbers, LENGTH, decode),
+        "another sample 0 when it is read again",
+    ),
     "an error": (lambda: pg.Stream(fail, 9), "raised OSError: no route .* at sample 1 of epoch 0"),
     "unwrapped": (Endless, r"one after the other only \(Endless\); give paragrad.Stream"),
 }

@@ -167,6 +167,7 @@ def test_early_stopping_and_best_checkpoint(strategy: str, tmp_path: Path) -> No
     assert [
         line["epoch"] for line in run.select_lines("epoch") or run.run_lines if "epoch" in line
     ][-1] == 4
+    assert "the callback EarlyStopping ended the run" in run.event_messages
     assert run.best is not None
     assert (run.best.epoch, run.best.step, run.best.folder.name) == (
         1,

@@ -141,6 +141,38 @@ def test_other_models_train_in_float16(name: str, strategy: str, tmp_path: Path)
     assert run.losses == pytest.approx(serial.losses, rel=2e-2)
 
 
+def float16_loss(output: Tensor, target: Tensor) -> Tensor:
+    """Autocast leaves it in float16, and times the loss scale it is infinite there."""
+    return -torch.log_softmax(output, -1)[torch.arange(len(target)), target].mean()
+
+
+@pytest.mark.parametrize("strategy", ["serial", "data(2, reduce=ring)"])
+def test_loss_in_float16_trains_on(strategy: str, tmp_path: Path) -> None:
+    """The largest number of float16 is 65,504: serial ended, and other strategies did not."""
+    made = make_job(loss=float16_loss, clip_norm=None, scheduler=None, scheduler_every=None)
+    losses, _, scales = train_plainly(made)
+    run = pg.train(made, strategy, runs=tmp_path)
+    assert scales[:2] == [2.0**16, 2.0**15]
+    if strategy == "serial":
+        assert list_skipped(run) == [(0, 2.0**15)]
+        assert run.losses == losses
+    else:  # half of it is no overflow
+        assert run.losses[0] == pytest.approx(losses[0], rel=5e-3)
+        assert run.skipped_steps == 0
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["pipeline(2)", pytest.param("data(3, state=shared_memory)", marks=pytest.mark.table)],
+)
+def test_rank_without_gradients_has_no_overflow(strategy: str, tmp_path: Path) -> None:
+    """torch has no norm of nothing."""
+    made = make_job(model=lambda: nn.Sequential(nn.Linear(10, 4), nn.Tanh()), clip_norm=None)
+    serial = pg.train(made, "serial", runs=tmp_path)
+    run = pg.train(made, strategy, runs=tmp_path)
+    assert run.losses == pytest.approx(serial.losses, rel=5e-3)
+
+
 def test_scale_grows_after_good_steps() -> None:
     ours, theirs = LossScale(growth_interval=3), torch.amp.GradScaler("cpu", growth_interval=3)
     parameter = nn.Parameter(torch.zeros(1))
@@ -183,9 +215,9 @@ def test_gradient_that_is_never_finite_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("strategy", "reason"),
     [
-        ("server(2)", "its servers update before"),
-        ("local(2, every=2)", "its workers step by themselves"),
-        ("federated(2, clients=4)", "its workers step by themselves"),
+        ("server(2)", "servers update before"),
+        ("local(2, every=2)", "here workers step by themselves"),
+        ("federated(2, clients=4)", "here workers step by themselves"),
         ("data(2, compress=int8)", "what a compressor keeps"),
     ],
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -25,6 +26,7 @@ from paragrad.runtime.generators import (
     restore_generators,
     seed_generators,
 )
+from paragrad.runtime.launcher_env import hide_rank_variables
 from paragrad.runtime.single_group import act_alone
 from paragrad.runtime.timeout import limit_time
 from paragrad.runtime.world import DEFAULT_TIMEOUT
@@ -105,7 +107,7 @@ class Stream:
         first, last = min(indices), max(indices)
         # a forked process shares the offsets of open files with its parent
         position = (os.getpid(), seed, epoch)
-        with keep_generators(), act_alone(), hide_loader_process():
+        with keep_generators(), act_alone(), hide_loader_process(), hide_rank_variables():
             cursor = self._cursor
             if cursor is None or cursor.position != position or first < cursor.first_kept:
                 self._cursor = None
@@ -316,21 +318,29 @@ def _read_length(source: Any) -> int:
 
 
 def _is_same_value(one: Any, other: Any) -> bool:
-    """Compare two samples as far as their types allow; NaN equals NaN."""
+    """Compare two samples; NaN equals NaN. What cannot be compared counts as equal."""
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor):
+        one, other = (
+            each.to_dense() if each.layout != torch.strided else each for each in (one, other)
+        )
         return one.shape == other.shape and bool(
-            torch.equal(torch.nan_to_num(one), torch.nan_to_num(other))
+            ((one == other) | ((one != one) & (other != other))).all()
         )
     if isinstance(one, numpy.ndarray):
-        return numpy.array_equal(one, other)
+        return numpy.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(
             _is_same_value(value, other[name]) for name, value in one.items()
         )
     if isinstance(one, tuple | list):
         return len(one) == len(other) and all(map(_is_same_value, one, other))
-    if isinstance(one, str | bytes | int | bool | complex):
-        return one == other
-    return not isinstance(one, float) or one == other or one != one
+    if isinstance(one, float | numpy.floating):
+        return bool(one == other or (one != one and other != other))
+    if isinstance(one, str | bytes | int | complex | set | numpy.generic):
+        return bool(one == other)
+    try:
+        return pickle.dumps(one) == pickle.dumps(other)
+    except Exception:
+        return True

@@ -41,7 +41,7 @@ TEST_TRAFFIC = "tests"
 CHECKPOINT_TRAFFIC = "checkpoints"
 SHARED_PARAMETER_CHANGED = (
     "the forward changes a parameter, which every rank would do, and here they share it; train "
-    "with state=replicated, or change it in the optimizer's step"
+    "with serial, or change it in the optimizer's step"
 )
 UNCARRIED_PARAMETER_CHANGED = (
     "a forward changes it, besides gradients and buffers, and a cut model does not carry that "

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from paragrad.engine.optimizer.optimizer_state import select_global_state
 from paragrad.engine.state.empty_tensor import EmptyTensor
+from paragrad.engine.state.values import is_same_value
 from paragrad.errors import StepFailed
 from paragrad.planner.cost_formulas import count_collective_bytes
 from paragrad.runtime.world import CPU, World
@@ -210,6 +211,9 @@ def assemble_optimizer_state(parts: Iterable[tuple[ShardSpec, dict[str, Any]]]) 
     Returns:
         The state by parameter and entry. Entries without a value per element come from any one
         part.
+
+    Raises:
+        StepFailed: A tensor has neither a value per element nor the same values in all parts.
     """
     parts = list(parts)
     assembled: OptimizerState = {}
@@ -226,7 +230,13 @@ def assemble_optimizer_state(parts: Iterable[tuple[ShardSpec, dict[str, Any]]]) 
     for spec, values in parts:
         for entry, value in values.items():
             if (spec.name, entry) in whole_entries:
-                assembled.setdefault(spec.name, {})[entry] = value
+                known = assembled.setdefault(spec.name, {}).setdefault(entry, value)
+                if isinstance(value, Tensor) and value.dim() and not is_same_value(known, value):
+                    raise StepFailed(
+                        f"the optimizer's {entry} is no value per element, and differs between "
+                        "the ranks that hold parts of the parameter, so no file can hold it",
+                        tensor=spec.name,
+                    )
             else:
                 tensors.append((replace(spec, name=f"{spec.name}/{entry}"), value))
     for name, value in assemble_tensors(tensors).items():

@@ -398,7 +398,10 @@ def _explain_cause(
         for part in parts
     ]
     if shapes[1] != shapes[0] or shapes[2] != shapes[0]:
-        return " (the parts are padded otherwise than the whole, and the loss counts padding)"
+        return (
+            " (the parts are padded otherwise than the whole; whether that is the cause was not "
+            "tested)"
+        )
     if (parts_weight := sum(half.weight for half in halves)) > whole.weight and not _is_close(
         parts_weight, whole.weight, tolerance
     ):

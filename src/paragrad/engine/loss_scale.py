@@ -81,9 +81,12 @@ def has_overflow(optimizer: torch.optim.Optimizer) -> bool:
         each.grad.to_dense() if each.grad.is_sparse else each.grad
         for group in optimizer.param_groups
         for each in group["params"]
-        if each.grad is not None
+        if each.grad is not None and each.grad.numel()
     ]
-    return any(not bool(norm.isfinite()) for norm in torch._foreach_norm(gradients, float("inf")))
+    # a rank may have no gradients: of a part without parameters, or of a step that uses none
+    return bool(gradients) and any(
+        not bool(norm.isfinite()) for norm in torch._foreach_norm(gradients, float("inf"))
+    )
 
 
 def explain_no_loss_scale(strategy: Strategy) -> str | None:
@@ -96,9 +99,9 @@ def explain_no_loss_scale(strategy: Strategy) -> str | None:
         The explanation, or None if it has one.
     """
     if strategy.servers:
-        reason = "its servers update before a worker knows that a gradient overflowed"
+        reason = "servers update before a worker knows that a gradient overflowed"
     elif strategy.trains_clients or not strategy.guarantees.replicas_equal:
-        reason = "its workers step by themselves, and each would have a scale of its own"
+        reason = "here workers step by themselves, each with a scale of its own"
     elif find_compressor(strategy) is not None:
         reason = "what a compressor keeps of a gradient that overflowed stays infinite"
     else:

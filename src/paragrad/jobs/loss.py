@@ -165,7 +165,8 @@ class WeighedLoss(NamedTuple):
             scale: The loss scale of float16.
         """
         share = self._divide(divisor)
-        return share if scale == 1.0 else share * scale
+        # a loss in float16 would overflow
+        return share if scale == 1.0 else _widen(share) * scale
 
     def _divide(self, divisor: float | None) -> Tensor:
         if not self.is_sum:

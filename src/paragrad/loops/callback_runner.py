@@ -23,11 +23,14 @@ class CallbackRunner:
         callbacks: As the argument.
 
         wants_end: Whether a callback wants to end the run.
+
+        end_reason: Which callback wanted it first, as a sentence; None before that.
     """
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self.callbacks = callbacks
         self.wants_end = False
+        self.end_reason: str | None = None
 
     @contextmanager
     def follow_run(self, run: RunStart, read_status: Callable[[], str]) -> Iterator[None]:
@@ -86,7 +89,10 @@ class CallbackRunner:
         """Call each callback, and remember whether one wants to end the run."""
         for callback in self.callbacks:
             with _name_callback(callback):
-                self.wants_end |= bool(call(callback))
+                if call(callback):
+                    self.wants_end = True
+                    name = type(callback).__name__
+                    self.end_reason = self.end_reason or f"the callback {name} ended the run"
         return self.wants_end
 
 

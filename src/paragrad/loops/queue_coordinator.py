@@ -41,7 +41,7 @@ from paragrad.parallel.server.request_handler import ALREADY_APPLIED as APPLIED_
 from paragrad.parallel.server.sockets import Listener
 from paragrad.parallel.server.work_queue import KEEP, TEST, TRAIN, Ticket, WorkQueue
 from paragrad.parallel.server.worker_exchange import stop_servers
-from paragrad.record.record import Recorder, read_lines
+from paragrad.record.record import ENDED_EARLY, Recorder, read_lines
 from paragrad.record.tensorboard import open_event_files
 from paragrad.runtime.stop_signals import StopRequest
 from paragrad.validation.validate import ValidatedRun
@@ -323,6 +323,8 @@ class QueueCoordinator(Loop[int]):
         status = "finished"
         with self.callbacks.follow_run(start, lambda: status):
             status = self.train_epochs()
+            if self.callbacks.end_reason is not None:
+                self.record_event(ENDED_EARLY, self.callbacks.end_reason)
         return status
 
     # ---- epochs and tickets ------------------------------------------------------------------

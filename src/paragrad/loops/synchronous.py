@@ -23,7 +23,7 @@ from paragrad.loops.loop import BatchLoop
 from paragrad.loops.restart import resume_from_servers, use_temporary_exchange
 from paragrad.parallel.server.endpoints import ServerEndpoints
 from paragrad.record.cpu_load import CpuMeter
-from paragrad.record.record import Recorder
+from paragrad.record.record import ENDED_EARLY, Recorder
 from paragrad.record.tensorboard import open_event_files
 from paragrad.runtime.stragglers import explain_independent_steps
 from paragrad.runtime.world import World
@@ -107,6 +107,8 @@ def train_rank(
             cpu = CpuMeter()
             with loop.follow_run():
                 status = loop.run_training()
+                if loop.callbacks.end_reason is not None:
+                    trainer.training.log.write_event(ENDED_EARLY, loop.callbacks.end_reason)
                 record.write_line("cpu", **cpu.measure_usage())
                 log_memory(trainer.training, loop.peak_optimizer_bytes)
                 if not trainer.is_server and status == "finished":

@@ -98,6 +98,7 @@ from paragrad.record.step_times import list_joint_seconds, list_slowest_seconds
 # span. Versions 1 and 2 wrote `order` as one range [first, stop].
 RECORD_SCHEMA = 3
 Line = dict[str, Any]
+ENDED_EARLY = "ended early"  # the event of a run that a callback ended
 # steps that are written in detail, as this run counts them; the first two warm up
 DETAILED_STEPS = range(2, 12)
 

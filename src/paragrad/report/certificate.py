@@ -84,7 +84,7 @@ class Certificate(Difference):
         failure: What a rank reported about replicas that differ, or why there was nothing to
             compare.
 
-        cause: The most likely cause of a difference, if one is known.
+        cause: The cause of a difference, or a possible one.
 
         sabotage: The fault that was injected, or None.
 

@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import Any
 
 from paragrad.jobs.find_job import JOBS
-from paragrad.record.record import Line, Record
+from paragrad.record.record import ENDED_EARLY, Line, Record
 from paragrad.report.comparison_table import format_cells, format_memory_kinds, list_columns
 from paragrad.report.results import ROUNDING_BASELINE, ComparisonResults, ComparisonRow
 from paragrad.version import __version__
@@ -276,6 +276,10 @@ def _explain_end(record: Record, until: str | None) -> str:
     end = record.end or {"status": "died", "error": None}
     settings = record.header.get("settings", {})
     if end["status"] == "finished":
+        events = [*record.select_lines("event"), *record.run_lines]
+        for line in events:
+            if line["kind"] == "event" and line["name"] == ENDED_EARLY:
+                return str(line["message"])
         return (
             "so many steps were asked for" if "limit" in settings else f"the test reached {until}"
         )

@@ -13,7 +13,7 @@ from torch import nn
 from paragrad.errors import Refused
 from paragrad.jobs.job import Job
 from paragrad.record.noise_scale import NoiseScale, track_noise_scale
-from paragrad.record.record import Line, Record
+from paragrad.record.record import ENDED_EARLY, Line, Record
 from paragrad.record.round_counts import CLIENT_LOST, IDLE_ROUND, NO_CLIENT_RETURNED
 from paragrad.report.timing import measure_step_time
 from paragrad.strategies.registry import strategy
@@ -173,10 +173,11 @@ class Run(Record):
             if line["name"] == CLIENT_LOST
             or (line["name"] in (NO_CLIENT_RETURNED, IDLE_ROUND) and rank == 0)
         ]
+        early_ends = [line for line in self.select_lines("event") if line["name"] == ENDED_EARLY]
         client_events.sort(
             key=lambda line: (line["numbers"]["round"], line["numbers"].get("client", inf))
         )
-        return [line["message"] for line in process_events + client_events]
+        return [line["message"] for line in process_events + client_events + early_ends]
 
     @property
     def resolved(self) -> Strategy:

@@ -11,9 +11,11 @@ import os
 import re
 import stat
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from paragrad.errors import Refused
 
@@ -407,3 +409,22 @@ def _remove_stale_files(folder: Path, namespace: int) -> None:
         _, pid, started, *_ = file.name.split("-")
         if _read_start_time(int(pid)) != started:
             file.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def hide_rank_variables() -> Iterator[None]:
+    """Let code that reads the rank variables find none, as on one worker.
+
+    A stream that divides itself by them would give each rank other samples. Only Python code is
+    affected: a change of the environment of the process could disturb other threads.
+    """
+    variables: Any = os.environ
+    hidden = {}
+    for name in chain.from_iterable(LAUNCHER_VARIABLES.values()):
+        key = variables.encodekey(name)
+        if key in variables._data:
+            hidden[key] = variables._data.pop(key)
+    try:
+        yield
+    finally:
+        variables._data.update(hidden)

@@ -67,6 +67,7 @@ class PeerProcesses:
         self.ended: list[str] = []
         self._previous_handler: Any = None
         self._failed_at: float | None = None
+        self._pid = os.getpid()
         if not hasattr(os, "pidfd_open"):
             return
         for name, process in processes.items():
@@ -75,8 +76,8 @@ class PeerProcesses:
                     self.names[os.pidfd_open(process.number)] = name
                 except ProcessLookupError:
                     self.ended.append(name)
-                except OSError:  # forbidden in some containers
-                    return
+                except OSError:  # forbidden in some containers, or too many open files
+                    continue
         is_main_thread = threading.current_thread() is threading.main_thread()
         if self.names and is_main_thread and signal.getsignal(signal.SIGTERM) != signal.SIG_IGN:
             self._previous_handler = signal.signal(signal.SIGTERM, self._handle_termination)
@@ -94,15 +95,20 @@ class PeerProcesses:
         """
         ended = list(self.ended)
         if self.names:
-            ready, _, _ = select.select(self.descriptors, [], [], 0)
-            ended += [self.names[each] for each in ready]
+            poller = select.poll()  # select takes no descriptors above 1023
+            for each in self.descriptors:
+                poller.register(each, select.POLLIN)
+            ended += [self.names[each] for each, _ in poller.poll(0)]
         if ended:
             self._failed_at = time.monotonic()
             raise StepFailed(f"{', '.join(ended)} ended before the training did")
 
     def _handle_termination(self, kind: int, frame: FrameType | None) -> None:
         """Raise an error that names the process that ended, or do what the signal did before."""
-        if self._failed_at is None:
+        if os.getpid() != self._pid:  # a process that the rank forked has its handlers
+            signal.signal(kind, signal.SIG_DFL)
+            os.kill(os.getpid(), kind)
+        elif self._failed_at is None:
             self.refuse_ended()
         elif time.monotonic() - self._failed_at < REPORT_SECONDS:
             return  # this rank is about to print its error, and ends by itself

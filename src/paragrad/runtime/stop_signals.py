@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 PR_SET_PDEATHSIG = 1
@@ -173,7 +173,8 @@ def exit_on_interrupt() -> Iterator[None]:
 def exit_stopped() -> None:
     """End this process at once, with exit code 130 and one line."""
     # not by print, which a signal handler cannot call inside of another print
-    os.write(2, b"paragrad: stopped\n")
+    with suppress(OSError):  # the terminal may be gone
+        os.write(2, b"paragrad: stopped\n")
     os._exit(130)
 
 

@@ -399,7 +399,7 @@ def explain_untrainable(model: nn.Module, optimizer: Any, scheduler: Any = None)
             "place; leave it out"
         )
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        return "ReduceLROnPlateau wants a metric at every step; use a scheduler that counts steps"
+        return "ReduceLROnPlateau wants a metric, which no scheduler gets; use one that needs none"
     if scheduler is not None and not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
         return (
             f"the scheduler is a {type(scheduler).__name__}; make it a "

@@ -254,7 +254,7 @@ def validate_run(
         raise Refused(f"{requested}: {reason}")
     if settings.noise_scale and job.autocast == torch.float16:
         raise Refused(
-            f"{requested}: the gradient noise scale is not measured beside the loss scale of "
+            f"{requested}: the gradient noise scale cannot be measured with the loss scale of "
             "float16; measure it in bfloat16 or float32"
         )
     if settings.noise_scale and (reason := explain_no_measurement(resolved)):

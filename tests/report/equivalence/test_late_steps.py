@@ -18,7 +18,7 @@ pytestmark = pytest.mark.processes
 
 
 class Rule(torch.optim.Optimizer):
-    """Moves parameters against the sign of nothing: a plain step with a decaying factor."""
+    """An optimizer whose subclasses compute the step of a parameter."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.05})

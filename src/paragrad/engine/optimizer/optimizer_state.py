@@ -53,7 +53,8 @@ def copy_unsaved_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Copy the values that an optimizer keeps neither in its state nor in its groups.
 
     These are its numbers and tensors (`copy_optimizer_attributes`), and the tensors in dicts and
-    lists of its own, also of a wrapper that keeps them by id(parameter). Parameters do not count.
+    lists of its own, also of a wrapper that keeps them by id(parameter). Parameters, gradients and
+    what is in the state do not count.
 
     Args:
         optimizer: The optimizer.
@@ -61,13 +62,22 @@ def copy_unsaved_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     Returns:
         The values by attribute name.
     """
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    known = {id(each.grad) for each in parameters} | {
+        id(each)
+        for each in tree_leaves(
+            [dict(each) for each in optimizer.state.values() if isinstance(each, Mapping)]
+        )
+    }
     kept = {}
     for name, value in vars(optimizer).items():
         if name not in TORCH_CONTAINERS and isinstance(value, dict | list | tuple | deque):
             tensors = [
                 each.clone()
                 for each in tree_leaves(list(value) if isinstance(value, deque) else value)
-                if isinstance(each, Tensor) and not isinstance(each, nn.Parameter)
+                if isinstance(each, Tensor)
+                and not isinstance(each, nn.Parameter)
+                and id(each) not in known
             ]
             if tensors:
                 kept[name] = tensors

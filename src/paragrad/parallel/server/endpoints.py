@@ -40,6 +40,7 @@ def exchange_endpoints(
     peers = PeerProcesses(
         {name_rank(strategy, rank): process for rank, (*_, process) in enumerate(shared)}
     )
+    peers.refuse_ended()
     return shared[0][0], [each for _, each, _ in shared], peers
 
 

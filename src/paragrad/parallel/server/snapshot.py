@@ -20,6 +20,7 @@ import os
 import shutil
 import struct
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -172,12 +173,13 @@ class SnapshotStore:
         try:
             torch.save(contents, partial)
         except BaseException as error:
-            free = shutil.disk_usage(self.folder).free
-            size = partial.stat().st_size if partial.exists() else 0
             partial.unlink(missing_ok=True)
-            # torch names neither the file nor the cause
-            if isinstance(error, RuntimeError) and free < max(size, SMALL_FILE_BYTES):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(partial)) from error
+            if isinstance(error, RuntimeError):  # torch names neither the file nor the cause
+                code, reason = errno.EIO, f"torch could not write it ({error})"
+                with suppress(OSError):
+                    if shutil.disk_usage(self.folder).free < SMALL_FILE_BYTES:
+                        code, reason = errno.ENOSPC, os.strerror(errno.ENOSPC)
+                raise OSError(code, reason, str(partial)) from error
             raise
         partial.rename(path)
         for old in [*list_snapshots(self.folder, self.number).values()][:-KEPT_SNAPSHOTS]:
@@ -188,10 +190,15 @@ class SnapshotStore:
         self.entries = 0
 
     def _write_entries(self, entries: list[tuple[int, int]]) -> None:
+        text = b"".join(ENTRY_STRUCT.pack(*each) for each in entries)
+        start = os.lseek(self.journal, 0, os.SEEK_CUR)
         try:
-            os.write(self.journal, b"".join(ENTRY_STRUCT.pack(*each) for each in entries))
+            written = os.write(self.journal, text)
         except OSError as error:  # it names no file
             raise OSError(error.errno, error.strerror, str(self.journal_path)) from error
+        if written < len(text):  # the disk is full, or the file may not be longer
+            os.ftruncate(self.journal, start)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.journal_path))
 
     def try_save_snapshot(self, shard: SnapshotSource) -> None:
         """Save a snapshot, or count the failure.

@@ -272,7 +272,8 @@ class Listener:
             for key, since in self.ended_workers.items()
             if time.monotonic() - since > LOST_CONNECTION_SECONDS
         ]
-        if lost:
+        # an idle worker may have a new connection, whose name comes with its next message
+        if lost and self.connection_count < len(self.workers):
             raise StepFailed(
                 f"the connection of {', '.join(lost)} ended, and it did not come back: it was "
                 "killed, or its host is gone"
@@ -356,8 +357,6 @@ class Listener:
             while monitor.poll(0):
                 report = zmq.utils.monitor.recv_monitor_message(monitor)
                 events[report["event"]] += 1
-                if report["event"] == HANDSHAKE_SUCCEEDED:
-                    self.ended_workers.clear()  # a connection is back; whose it is, a message says
                 last |= (
                     {report["value"]: report["event"]}
                     if report["event"] in (ACCEPTED, DISCONNECTED)

@@ -57,10 +57,11 @@ def measure_deviations(
         noise: the share of the largest of the kind below which both sides count as zero.
         least_scale: the least number that counts as the largest of the kind.
     """
-    largest = max(find_largest_value(references), least_scale)
+    largest_now = find_largest_value(references)
+    largest = max(largest_now, least_scale)
     deviations = {}
     for name, reference in references.items():
-        value, size = _measure_difference(tensors[name], reference, noise * largest)
+        value, size = _measure_difference(tensors[name], reference, noise * largest_now)
         deviations[name] = Deviation(
             _divide_by_scale(value, max(size, FLOOR * largest)), _divide_by_scale(value, largest)
         )

@@ -1,6 +1,7 @@
 """Messages for a training that is not one worker's.
 
-A message names the tensor, the difference, the most likely cause, and the repair.
+A message names the tensor, the difference, a cause, and the repair. A cause that was not tested is
+called a possible one.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def describe_mismatch(training: Training, mismatches: list[Mismatch]) -> str:
 
 
 def diagnose_step(training: Training, mismatches: list[Mismatch]) -> str:
-    """Return the most likely cause of a step that differs, with the repair.
+    """Return the cause of a step that differs, or a possible one, with the repair.
 
     Args:
         training: The training.
@@ -142,7 +143,7 @@ def diagnose_step(training: Training, mismatches: list[Mismatch]) -> str:
 
 
 def diagnose_difference(tensor: str, is_buffer: bool, fault: str | None) -> str:
-    """Return the most likely cause of a training that differs (`verify`), with the repair.
+    """Return a possible cause of a training that differs (`verify`), with the repair.
 
     Args:
         tensor: The tensor that differs first.
@@ -163,70 +164,72 @@ def diagnose_difference(tensor: str, is_buffer: bool, fault: str | None) -> str:
 
 BY_DESIGN = "none is looked for: this strategy is another training than serial's by its design"
 CUSTOM_STRATEGY = (
-    "Likely cause: the {} of {}, which is none of paragrad's; let it promise exact=False, if it "
-    "is meant so"
+    "Cause not found; possible: the {} of {}, which is none of paragrad's; let it promise "
+    "exact=False, if it is meant so"
 )
 LOSS_DIVISOR = (
-    "Likely cause: the loss divides by something that does not add up over shares (padding that "
-    "differs by share, a constant); return the pair (sum, weight) from it, or collate whole "
-    "batches: collate=paragrad.WholeBatch(collate)"
+    "Cause not found; possible: the loss divides by something that does not add up over "
+    "shares (padding that differs by share, a constant); return the pair (sum, weight) from "
+    "it, or collate whole batches: collate=paragrad.WholeBatch(collate)"
 )
 UNTRACED_MEAN = (
-    "Likely cause: the mean in the loss is over something else than samples, and what it divides "
-    "by cannot be read off; return the pair (sum, weight)"
+    "Cause not found; possible: the mean in the loss is over something else than samples, and"
+    " what it divides by cannot be read off; return the pair (sum, weight)"
 )
 MIXED_SAMPLES = (
-    "Likely cause: the model or the loss mixes samples (a mean over the batch, a comparison of "
-    "samples), so that a share gives another result than its part of the batch"
+    "Cause not found; possible: the model or the loss mixes samples (a mean over the batch, a"
+    " comparison of samples), so that a share gives another result than its part of the batch"
 )
 COUNTING_STATE = (
-    "Likely cause: what it keeps (a counter, a running mean) counts its share or its "
+    "Cause not found; possible: what it keeps (a counter, a running mean) counts its share or its "
     "micro-batches; make it a function of the step, or keep it in the loop"
 )
 OUTSIDE_STATE = (
-    "Likely cause: model or loss keep a state or a random generator outside of themselves; draw "
+    "Cause: model or loss keep a state or a random generator outside of themselves; draw "
     "by torch's functions without generator=, and count in attributes or buffers of the model"
 )
 CHANGED_PARAMETER = (
-    "Likely cause: every rank changes it by what its share has; change it in the optimizer's step"
+    "Cause not found; possible: every rank changes it by what its share has; change it in the"
+    " optimizer's step"
 )
 GRADIENT_HOOK = (
-    "Likely cause: a hook on the gradient of {} does something with it that is another thing for a "
-    "share's gradient (clips "
-    "it, divides by its norm); do it in the optimizer"
+    "Cause not found; possible: a hook on the gradient of {} does something with it that is "
+    "another thing for a share's gradient (clips it, divides by its norm); do it in the "
+    "optimizer"
 )
 RECOMPUTED_BATCH_NORM = (
-    "Likely cause: a batch norm that the model computes again in backward "
+    "Cause not found; possible: a batch norm that the model computes again in backward "
     "(torch.utils.checkpoint) counts twice on one worker, and once where the model is cut across "
     "it, which keeps what it made; leave its checkpoints out (recompute=true of pipeline does the "
     "same)"
 )
 NONLINEAR_GRADIENT = (
-    "Likely cause: what a hook or an autograd function of the model does with a gradient does not "
+    "Cause: what a hook or an autograd function of the model does with a gradient does not "
     "grow as that does (it clips, or divides by a norm), and is another thing for a share's; do "
     "it in the optimizer"
 )
 UNTRACED_CROSSING = (
-    "Likely cause: a tensor goes from part to part by a way that is not seen, or the model keeps "
-    "something from one call to the next; cut it elsewhere (cut=[...]), or train it with data(n) "
-    "and nothing else"
+    "Cause not found; possible: a tensor goes from part to part by a way that is not seen, or"
+    " the model keeps something from one call to the next; cut it elsewhere (cut=[...]), or "
+    "train it with data(n) and nothing else"
 )
 UNTRACED_FORWARD = (
-    "Likely cause: a forward reads or changes a value by a way that is not seen (copies of "
-    "parameters, a view that is changed in place), or the model keeps something from one call to "
-    "the next; train it with data(n)"
+    "Cause not found; possible: a forward reads or changes a value by a way that is not seen "
+    "(copies of parameters, a view that is changed in place), or the model keeps something "
+    "from one call to the next; train it with data(n)"
 )
 EVAL_MODE_PATH = (
-    "Likely cause: in eval mode it goes another way than in training, and reads or changes a "
-    "value there by a way that is not seen (copies of parameters, state_dict); let it go the same "
-    "way in both, or train it with data(n) alone"
+    "Cause not found; possible: in eval mode it goes another way than in training, and reads "
+    "or changes a value there by a way that is not seen (copies of parameters, state_dict); "
+    "let it go the same way in both, or train it with data(n) alone"
 )
 FORWARD_COUNT = (
-    "Likely cause: every forward changes the buffer {} (a count, the vectors of a spectral norm), "
-    "and a batch of "
-    "several micro-batches has as many; train it with micro=1"
+    "Cause not found; possible: every forward changes the buffer {} (a count, the vectors of "
+    "a spectral norm), and a batch of several micro-batches has as many; train it with "
+    "micro=1"
 )
 SHARE_BUFFER = (
-    "Likely cause: the buffer counts what a share has, not what the batch has; make what it holds "
-    "a function of the step, or go without (register_buffer is for what is equal on all workers)"
+    "Cause not found; possible: the buffer counts what a share has, not what the batch has; "
+    "make what it holds a function of the step, or go without (register_buffer is for what is"
+    " equal on all workers)"
 )

@@ -78,8 +78,8 @@ OTHER_STATE = (
     "missing, of another shape, or not finite on one side"
 )
 UPDATE_CAUSE = (
-    "The gradients were equal. Likely cause: the optimizer looks at more than it is given on a "
-    "rank, or something else changes parameters or state there"
+    "The gradients were equal. Cause not found; possible: the optimizer looks at more than it is "
+    "given on a rank, or something else changes parameters or state there"
 )
 UNEQUAL_GRADIENTS = (
     "before the update ranks {} and {} hold copies of it with other gradients, or another buffer; "
