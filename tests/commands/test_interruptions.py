@@ -673,3 +673,25 @@ def test_comparison_on_a_full_disk(tmp_path: Path) -> None:
     assert table.ending["status"] == "failed"
     assert "not done: data(2); data(2, reduce=ring)" in str(table)
     assert "run.jsonl: No space left on device" in str(table)
+
+
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_signal_while_the_command_starts(kind: signal.Signals, tmp_path: Path) -> None:
+    """SIGTERM and SIGHUP ended it without a word, and with a code of their own."""
+    (tmp_path / "torch.py").write_text("print('importing', flush=True)\ninput()\n")
+    with subprocess.Popen(
+        [sys.executable, "-m", "paragrad", "work", "digits"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # a shell may ignore Ctrl-C in what it starts
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as command:
+        assert command.stdout is not None
+        assert command.stdout.readline() == "importing\n"
+        command.send_signal(kind)
+        _, printed = command.communicate(timeout=60)
+    assert command.returncode == 130
+    assert printed == "paragrad: stopped\n"
