@@ -244,6 +244,11 @@ def _check_job_fields(job: Job) -> None:
                 f"job {job.name}: {name} must be a function, because every rank builds its own; "
                 f"write {name}=lambda ...: ..."
             )
+    if isinstance(job.loss, type):
+        raise Refused(
+            f"job {job.name}: loss is the class {job.loss.__name__}; write "
+            f"loss={job.loss.__name__}()"
+        )
     if isinstance(job.model, nn.Module):
         raise Refused(
             f"job {job.name}: model must be a function that builds the model, because every rank "

@@ -1,0 +1,3 @@
+from good import *
+
+job = job.replace(loss=torch.nn.CrossEntropyLoss)
