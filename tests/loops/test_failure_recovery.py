@@ -9,6 +9,8 @@ import json
 import math
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -601,3 +603,50 @@ def test_failed_snapshot_is_reported_and_training_continues(
     assert served.shard.refusals == {"a snapshot, for which there was no room": 1}
     assert [path.name for path in tmp_path.iterdir()] == ["server-0.journal"]
     served.shard.snapshots.close()
+
+
+KILLING_JOB = """
+import os, signal
+import paragrad as pg, torch
+from torch.utils.data import TensorDataset
+
+calls = []
+
+
+def loss(output, target):
+    calls.append(len(target))
+    if len(calls) > 40:  # long after the first step; the parent of a rank is the fork server
+        os.kill(os.getppid(), signal.SIGKILL)
+    return torch.nn.functional.cross_entropy(output, target)
+
+
+job = pg.Job(
+    name="killing",
+    model=lambda: torch.nn.Linear(4, 2),
+    loss=loss,
+    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    train=TensorDataset(torch.randn(640, 4), torch.zeros(640, dtype=torch.long)),
+    batch=8,
+    epochs=9,
+)
+"""
+
+
+@pytest.mark.story
+@pytest.mark.parametrize("strategy", ["server(2)", "server(2, sync=asp)"])
+def test_killed_fork_server_is_named(strategy: str, tmp_path: Path) -> None:
+    """The record told of a way back to step 0 that was never gone, and the message of no signal."""
+    (tmp_path / "killing.py").write_text(KILLING_JOB)
+    ran = subprocess.run(
+        [sys.executable, "-m", "paragrad", "train", "killing.py", "--strategy", strategy],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert ran.returncode == 1
+    message = "the server of the ranks was killed by SIGKILL, and its ranks ended with it"
+    assert message in ran.stderr
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert not [line for line in read_lines(folder / "run.jsonl") if line["kind"] == "event"]

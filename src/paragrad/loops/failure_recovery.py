@@ -238,6 +238,8 @@ class RecoveryCoordinator:
                 self.first_end = self.first_end or time.monotonic()
             elif kind == TASK_REPORTED and self.progress:
                 self.progress(value)
+            elif kind == PROCESS_DIED and value.rank is None:
+                raise value  # the fork server died, and all ranks with it
             elif kind in (PROCESS_DIED, TASK_FAILED):
                 self.cause_deadline = self.cause_deadline or time.monotonic() + DEATH_GRACE_SECONDS
                 self.failures.append((kind, value))

@@ -591,6 +591,8 @@ class QueueCoordinator(Loop[int]):
             raise value
         if kind != PROCESS_DIED:
             return
+        if value.rank is None:
+            raise value  # the fork server died, and all ranks with it
         self.restarts = self.restarts + 1
         self.restarts_without_progress = self.restarts_without_progress + 1
         if self.done_shares >= self.furthest_done + self.shares:
