@@ -23,7 +23,7 @@ from paragrad.engine.layout import OptimizerState, assemble_optimizer_state
 from paragrad.engine.optimizer.modes import has_modes
 from paragrad.engine.optimizer.update_probe import compute_clip_factor
 from paragrad.engine.state.values import is_same_value
-from paragrad.errors import StepFailed
+from paragrad.errors import StepFailed, describe_error
 from paragrad.launch.launcher_folder import use_clearable_tempdir
 from paragrad.parallel.server.client import ServerClient
 from paragrad.parallel.server.compressed_push import build_push_codec
@@ -52,6 +52,7 @@ from paragrad.parallel.server.state_message import read_state_message
 from paragrad.parallel.server.work_queue import Ticket
 from paragrad.record.step_log import StepLog
 from paragrad.runtime.peer_processes import PeerProcesses
+from paragrad.runtime.stragglers import is_peer_failure
 from paragrad.runtime.world import World
 from paragrad.strategies.server import Server
 
@@ -609,7 +610,23 @@ class WorkerExchange(Exchange):
     def _wait_for_workers(self) -> None:
         # with a work queue no worker has a ticket of training now
         if self.worker_world is not None:
-            self.worker_world.barrier()
+            try:
+                self.worker_world.barrier()
+            except Exception as error:
+                raise self.find_cause(error) from error
+
+    def find_cause(self, error: Exception) -> Exception:
+        """Return the error that names all ranks that ended, if another one ended with them.
+
+        Args:
+            error: The error.
+        """
+        if self.client.peers is not None and is_peer_failure(describe_error(error)):
+            try:
+                self.client.peers.refuse_ended()
+            except StepFailed as ended:
+                return ended
+        return error
 
     def gather_optimizer_state(self) -> OptimizerState:
         parts = []
