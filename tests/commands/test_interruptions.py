@@ -686,8 +686,8 @@ def test_signal_while_the_command_starts(kind: signal.Signals, tmp_path: Path) -
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # a shell may ignore Ctrl-C in what it starts
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        # a shell may ignore Ctrl-C in what it starts, and nohup ignores SIGHUP
+        preexec_fn=lambda: signal.signal(kind, signal.SIG_DFL),
     ) as command:
         assert command.stdout is not None
         assert command.stdout.readline() == "importing\n"

@@ -520,7 +520,10 @@ def a_trainer(**changes: object):  # type: ignore[no-untyped-def]
         ),
         ({"optimizer": 0.1}, "the optimizer is a float; make it a torch.optim.Optimizer"),
         ({"clip_norm": -1}, "clip_norm must be above 0 or None, got -1"),
-        ({"autocast": torch.float16}, "autocast must be torch.bfloat16 or None, got torch.float16"),
+        (
+            {"autocast": torch.float64},
+            "autocast must be torch.bfloat16, torch.float16 or None, got torch.float64",
+        ),
         (
             {"scheduler": 3},
             "the scheduler is a int; make it a torch.optim.lr_scheduler.LRScheduler",

@@ -161,7 +161,8 @@ def test_strategies_train_as_serial_does(name: str, strategy: str, tmp_path: Pat
     assert "0 twice, 0 missed" in str(rest.sample_count)
 
 
-@pytest.mark.parametrize("loaders", [pytest.param(1, marks=pytest.mark.table), 2])
+@pytest.mark.table
+@pytest.mark.parametrize("loaders", [1, 2])
 def test_loaders_give_the_same_batches(loaders: int, tmp_path: Path) -> None:
     """Each loader reads the whole stream, whatever it asks of torch."""
     made = make_job("shuffled")
@@ -170,6 +171,7 @@ def test_loaders_give_the_same_batches(loaders: int, tmp_path: Path) -> None:
     assert run.losses == pytest.approx(serial.losses, rel=1e-9)
 
 
+@pytest.mark.table
 def test_stream_is_a_test_set_too(tmp_path: Path) -> None:
     made = make_job("decoded", metric=pg.accuracy, test=pg.Stream(read_shards, 17, decode))
     values = [

@@ -58,8 +58,11 @@ def train_with_power_sgd(world: World, bucket_megabytes: float, in_half: bool) -
 
 @pytest.mark.parametrize(
     ("bucket_megabytes", "in_half"),
-    [(25, False), (0.005, False), (0.005, True)],
-    ids=["one bucket", "several buckets", "several buckets in half"],
+    [
+        pytest.param(25, False, id="one bucket"),
+        pytest.param(0.005, False, id="several buckets", marks=pytest.mark.table),
+        pytest.param(0.005, True, id="several buckets in half", marks=pytest.mark.table),
+    ],
 )
 def test_torch_power_sgd_equals_gloo(
     pool: Launcher, bucket_megabytes: float, in_half: bool
@@ -155,7 +158,7 @@ def answers_to_messages(world: World) -> None:
     same(taken, values(left, 5))
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.table)])
 @pytest.mark.parametrize(
     "function",
     [chains_of_all_reduces, waits_for_a_later_one, error_in_a_callback, answers_to_messages],

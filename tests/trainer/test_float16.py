@@ -146,7 +146,9 @@ def float16_loss(output: Tensor, target: Tensor) -> Tensor:
     return -torch.log_softmax(output, -1)[torch.arange(len(target)), target].mean()
 
 
-@pytest.mark.parametrize("strategy", ["serial", "data(2, reduce=ring)"])
+@pytest.mark.parametrize(
+    "strategy", ["serial", pytest.param("data(2, reduce=ring)", marks=pytest.mark.table)]
+)
 def test_loss_in_float16_trains_on(strategy: str, tmp_path: Path) -> None:
     """The largest number of float16 is 65,504: serial ended, and other strategies did not."""
     made = make_job(loss=float16_loss, clip_norm=None, scheduler=None, scheduler_every=None)
@@ -203,6 +205,7 @@ def test_own_loop_has_a_loss_scale() -> None:
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
 
 
+@pytest.mark.table
 def test_gradient_that_is_never_finite_is_named(tmp_path: Path) -> None:
     def loss(output: Tensor, target: Tensor) -> Tensor:
         return nn.functional.cross_entropy(output, target) + (0 * output.float().sum()).sqrt()

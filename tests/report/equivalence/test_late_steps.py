@@ -103,7 +103,7 @@ class Hiding(Rule):
                 (OneNumber, "server(2, servers=2)"),
             )
         ),
-        (Dropping, "data(2, state=replicated, reduce=ring)"),
+        pytest.param(Dropping, "data(2, state=replicated, reduce=ring)", marks=pytest.mark.table),
         (Counting, "server(2)"),
         (Hiding, "data(2, state=replicated, reduce=ring)"),
     ],
