@@ -37,14 +37,14 @@ class SampleOrder:
 
         sampler: The order of a sampler; None for each sample once.
 
-        is_stream: Whether the samples come in the order of the dataset, which is a stream.
+        is_in_order: Whether the samples come in the order of the dataset, which is a stream.
     """
 
     samples: int
     batch: int
     seed: int
     sampler: SamplerOrder | None = None
-    is_stream: bool = False
+    is_in_order: bool = False
 
     @classmethod
     def build(
@@ -62,7 +62,7 @@ class SampleOrder:
             Refused: The sampler gives something else than indices.
         """
         if isinstance(dataset, Stream) or sampler is None:
-            return cls(len(dataset), batch, seed, is_stream=isinstance(dataset, Stream))
+            return cls(len(dataset), batch, seed, is_in_order=isinstance(dataset, Stream))
         order = SamplerOrder(sampler, seed)
         return cls(len(order.draw_indices(0)), batch, seed, order)
 
@@ -120,7 +120,7 @@ class SampleOrder:
                     "first; let all epochs have as many"
                 )
             return self.sampler.list_samples(epoch, positions)
-        if self.is_stream:
+        if self.is_in_order:
             return list(positions)
         order = permute_samples(self.samples, self.seed, epoch)
         indices: list[int] = order[positions.start : positions.stop].tolist()

@@ -48,7 +48,7 @@ def describe_sampler(order: SampleOrder) -> dict[str, Any]:
     Returns:
         {"sampler": name and checksum}; empty without a sampler.
     """
-    if order.is_stream:
+    if order.is_in_order:
         return {"sampler": "the order of a stream"}
     if order.sampler is None:
         return {}

@@ -245,7 +245,7 @@ def validate_run(
             f"{requested}: each client has samples and an order of its own, so nothing asks the "
             "job's sampler; leave it out"
         )
-    if resolved.trains_clients and inspection.order.is_stream:
+    if resolved.trains_clients and inspection.order.is_in_order:
         raise Refused(
             f"{requested}: each client has samples of its own, and train is a stream, which gives "
             "samples one after the other only; give a dataset with __getitem__"
