@@ -41,7 +41,8 @@ TEST_TRAFFIC = "tests"
 CHECKPOINT_TRAFFIC = "checkpoints"
 SHARED_PARAMETER_CHANGED = (
     "the forward changes a parameter, which every rank would do, and here they share it; train "
-    "with serial, or change it in the optimizer's step"
+    "with state=replicated, if the change does not depend on samples, or with serial, or change it "
+    "in the optimizer's step"
 )
 UNCARRIED_PARAMETER_CHANGED = (
     "a forward changes it, besides gradients and buffers, and a cut model does not carry that "

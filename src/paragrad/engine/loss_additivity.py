@@ -12,6 +12,7 @@ and padding. It runs in float64 if the model can.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,12 +31,23 @@ from paragrad.datasets.loading import (
 )
 from paragrad.engine.rng.draws import Draws, key_draws
 from paragrad.engine.state.preserve_state import ModuleSnapshot, preserve_module_state
-from paragrad.engine.state.values import GeneratorState
+from paragrad.engine.state.values import GeneratorState, is_same_value
 from paragrad.jobs.loss import LossModule, call_model
 
 MAX_SAMPLES = 5  # samples of the whole: parts of 2 and 3, because some models refuse one sample
 FLOAT64_TOLERANCE = 1e-9  # relative, in float64
 REPEAT_TOLERANCE = 1e-6  # relative, in any type: the same operations on the same numbers
+
+MIXES_SAMPLES = (
+    "the model mixes samples: its output for a sample depends on the others in the batch. Take "
+    "means over what one sample has, or train it where every rank has the whole batch (serial, "
+    "place, tensor)"
+)
+FILLS_VALUES = (
+    "the forward fills {} from the first batch that it sees, and a part of the batch gives other "
+    "values: fill it before the training, by a forward over some samples in the function that "
+    "makes the model"
+)
 
 
 @dataclass(frozen=True)
@@ -232,10 +244,10 @@ def find_additivity_error(
             whole.weight, *(half.weight for half in halves), differ_from=weights
         )
         evidence += f", which divide by {of_whole} and {' + '.join(of_halves)}"
-    return (
-        f"the loss is no mean over samples: {evidence}; return the pair (sum, weight) with the "
-        f"weight it divides by{cause}"
-    )
+    repair = f"return the pair (sum, weight) with the weight it divides by{cause}"
+    if _mixes_samples(parts, whole, halves):
+        repair = _explain_filled_values(module, parts, draws, tolerance) or MIXES_SAMPLES
+    return f"the loss is no mean over samples: {evidence}; {repair}"
 
 
 def _evaluate_loss(module: LossModule, part: BatchExcerpt, draws: Draws) -> LossEvaluation:
@@ -409,6 +421,17 @@ def _explain_cause(
             " (the divisors do not add up, as where a constant is in each, or keeps it from 0: "
             "leave it out of the pair, in which a weight of 0 counts for nothing)"
         )
+    return (
+        ""
+        if whole.weight_known
+        else " (no one divisor can be read off it: it is several means, or a function of a mean)"
+    )
+
+
+def _mixes_samples(
+    parts: list[BatchExcerpt], whole: LossEvaluation, halves: list[LossEvaluation]
+) -> bool:
+    """Return whether the output for a sample depends on the other samples of the batch."""
     outputs = [
         list_batch_tensors(evaluation.output)
         if isinstance(evaluation.output, Tensor | tuple | list | Mapping)
@@ -426,14 +449,40 @@ def _explain_cause(
             and len(tensor) == len(parts[0].positions) == sum(map(len, part_tensors))
             and not torch.allclose(torch.cat(part_tensors), tensor, rtol=1e-4, atol=1e-6)
         ):
-            return (
-                " (the model mixes samples: its output for a sample depends on the others in the "
-                "batch)"
-            )
+            return True
+    return False
+
+
+def _list_values(model: torch.nn.Module) -> dict[str, Tensor]:
+    """List the values of the parameters and buffers by name."""
+    named = itertools.chain(model.named_parameters(), model.named_buffers())
+    return {name: each.detach() for name, each in named}
+
+
+def _explain_filled_values(
+    module: LossModule, parts: list[BatchExcerpt], draws: Draws, tolerance: float
+) -> str | None:
+    """Explain a loss that adds up as soon as the model has seen a batch, or return None.
+
+    A forward may fill buffers or parameters from the first batch (vector quantization, ActNorm).
+    """
+    with preserve_module_state(module):
+        before = {name: value.clone() for name, value in _list_values(module.model).items()}
+        with disable_batch_statistics(), key_draws(draws, 0, 0, parts[0].positions):
+            call_model(module.model, parts[0].copy_batch()[0])
+        names = [
+            name
+            for name, value in _list_values(module.model).items()
+            if name in before and not is_same_value(value, before[name])
+        ]
+        if not names:
+            return None
+        whole, *halves = [_evaluate_loss(module, part, draws) for part in parts]
+    expected = sum(half.total for half in halves) / (sum(half.weight for half in halves) or 1.0)
     return (
-        ""
-        if whole.weight_known
-        else " (no one divisor can be read off it: it is several means, or a function of a mean)"
+        FILLS_VALUES.format(", ".join(names[:3]))
+        if _is_close(_compute_mean(whole), expected, tolerance)
+        else None
     )
 
 

@@ -28,7 +28,7 @@ def find_difference(ours: float, baselines: dict[int, float]) -> tuple[bool, lis
         return make_outcome(baselines.get(number, 0.0))
 
     check = StepCheck(
-        World(), make_outcome(0.0), None, make_variant, None, 0.0, False, first_rank_only=True
+        World(), make_outcome(0.0), None, make_variant, None, None, 0.0, False, first_rank_only=True
     )
     mismatches = check.find_mismatches(make_outcome(ours), torch.float32)
     assert [each.kind for each in mismatches] in ([], ["gradient"])

@@ -11,7 +11,7 @@ import math
 from paragrad.parallel.registry import has_model_shards, is_builtin_technique
 from paragrad.strategies.shares import Division
 from paragrad.strategies.strategy import list_factors
-from paragrad.trainer.checks.step_check import Mismatch
+from paragrad.trainer.checks.step_check import DivisionTest, Mismatch
 from paragrad.trainer.training import Training
 
 KIND_NAMES = {
@@ -36,12 +36,15 @@ def explain_layout_draws(draw: str) -> str:
     )
 
 
-def describe_mismatch(training: Training, mismatches: list[Mismatch]) -> str:
+def describe_mismatch(
+    training: Training, mismatches: list[Mismatch], division_test: DivisionTest | None = None
+) -> str:
     """Describe the first step that differs from one worker's.
 
     Args:
         training: The training.
         mismatches: The kinds of values that differ.
+        division_test: Whether the division of the batch alone explains them, if it was tested.
     """
     # A changed parameter or changed state explains the other mismatches.
     first = min(mismatches, key=lambda miss: miss.kind not in ("parameter", "state"))
@@ -67,16 +70,19 @@ def describe_mismatch(training: Training, mismatches: list[Mismatch]) -> str:
     )
     return (
         f"not one worker's training: before {when} {subject} is {difference}; {consequence}. "
-        f"{diagnose_step(training, mismatches)}; {SKIP_HINT}"
+        f"{diagnose_step(training, mismatches, division_test)}; {SKIP_HINT}"
     )
 
 
-def diagnose_step(training: Training, mismatches: list[Mismatch]) -> str:
+def diagnose_step(
+    training: Training, mismatches: list[Mismatch], division_test: DivisionTest | None = None
+) -> str:
     """Return the cause of a step that differs, or a possible one, with the repair.
 
     Args:
         training: The training.
         mismatches: The kinds of values that differ.
+        division_test: Whether the division of the batch alone explains them, if it was tested.
     """
     kinds = {miss.kind for miss in mismatches}
     if training.options.exchange_options.inject_fault:
@@ -111,13 +117,13 @@ def diagnose_step(training: Training, mismatches: list[Mismatch]) -> str:
     ):
         return FORWARD_COUNT.format(moved_buffers[0])
     if "weight" in kinds:
-        return LOSS_DIVISOR
+        return explain_division(LOSS_DIVISOR, division_test)
     if "loss" in kinds and training.module.has_traced_divisor is False:
-        return UNTRACED_MEAN
+        return explain_division(UNTRACED_MEAN, division_test)
     if hooked_names := [
         name for name, each in training.setup.parameters.items() if each._backward_hooks
     ]:
-        return GRADIENT_HOOK.format(", ".join(hooked_names[:3]))
+        return explain_division(GRADIENT_HOOK.format(", ".join(hooked_names[:3])), division_test)
     if kinds == {"gradient"} and not training.module.is_linear:
         return NONLINEAR_GRADIENT
     if "loss" in kinds or kinds == {"gradient"}:
@@ -132,13 +138,33 @@ def diagnose_step(training: Training, mismatches: list[Mismatch]) -> str:
                 else UNTRACED_FORWARD
             )
         drawn_names = ", ".join(dict.fromkeys(call.name for call in training.draws.calls))
-        return MIXED_SAMPLES + (
-            f"; or what {drawn_names} draws is not each sample's own" if drawn_names else ""
-        )
+        other_cause = f"; or what {drawn_names} draws is not each sample's own"
+        if moved_buffers:
+            other_cause = f"; or it reads {moved_buffers[0]}, a buffer that it makes of its share"
+        elif not drawn_names:
+            other_cause = ""
+        return explain_division(MIXED_SAMPLES + other_cause, division_test)
     return (
         RECOMPUTED_BATCH_NORM
         if training.setup.layout.is_partitioned and training.batch_norm.has_computed
         else SHARE_BUFFER
+    )
+
+
+def explain_division(suspicion: str, test: DivisionTest | None = None) -> str:
+    """Explain a step that a divided batch may have made another one.
+
+    Args:
+        suspicion: What in model or loss would do so, with the repair.
+        test: Whether the division alone does so on one worker, if it was tested.
+    """
+    if test is None:
+        return f"Cause not found; possible: {suspicion}"
+    return (
+        f"Cause: the division of the batch. On one worker too, the batch in the same parts gives "
+        f"another {test.kind} than the whole one (off by {test.value:.3g}). Possible: {suspicion}"
+        if test.is_cause
+        else NOT_DIVISION
     )
 
 
@@ -153,12 +179,14 @@ def diagnose_difference(tensor: str, is_buffer: bool, fault: str | None) -> str:
     if fault:
         return f"the planted bug {fault}"
     if tensor == "loss of the whole batch":
-        return UNTRACED_MEAN
+        return explain_division(UNTRACED_MEAN)
     return (
         SHARE_BUFFER
         if is_buffer
-        else MIXED_SAMPLES
-        + "; or the loss weighs targets in a way that cannot be seen: return (sum, weight)"
+        else explain_division(
+            MIXED_SAMPLES
+            + "; or the loss weighs targets in a way that cannot be seen: return (sum, weight)"
+        )
     )
 
 
@@ -167,18 +195,29 @@ CUSTOM_STRATEGY = (
     "Cause not found; possible: the {} of {}, which is none of paragrad's; let it promise "
     "exact=False, if it is meant so"
 )
+# what a divided batch may show, for `explain_division`
 LOSS_DIVISOR = (
-    "Cause not found; possible: the loss divides by something that does not add up over "
-    "shares (padding that differs by share, a constant); return the pair (sum, weight) from "
-    "it, or collate whole batches: collate=paragrad.WholeBatch(collate)"
+    "the loss divides by something that does not add up over shares (padding that differs by "
+    "share, a constant); return the pair (sum, weight) from it, or collate whole batches: "
+    "collate=paragrad.WholeBatch(collate)"
 )
 UNTRACED_MEAN = (
-    "Cause not found; possible: the mean in the loss is over something else than samples, and"
-    " what it divides by cannot be read off; return the pair (sum, weight)"
+    "the mean in the loss is over something else than samples, and what it divides by cannot be "
+    "read off; return the pair (sum, weight)"
 )
 MIXED_SAMPLES = (
-    "Cause not found; possible: the model or the loss mixes samples (a mean over the batch, a"
-    " comparison of samples), so that a share gives another result than its part of the batch"
+    "the model or the loss mixes samples (a mean over the batch, a comparison of samples), so "
+    "that a share gives another result than its part of the batch"
+)
+GRADIENT_HOOK = (
+    "a hook on the gradient of {} does something with it that is another thing for a share's "
+    "gradient (clips it, divides by its norm); do it in the optimizer"
+)
+NOT_DIVISION = (
+    "Cause not found; possible: model, loss or data are not the same on every rank (the number of "
+    "a rank, a generator or a file of its own), or a forward reads or changes a value by a way "
+    "that is not seen (copies of parameters, .data). It is not the division of the batch: one "
+    "worker that takes the batch in the same parts gives the result of the whole batch"
 )
 COUNTING_STATE = (
     "Cause not found; possible: what it keeps (a counter, a running mean) counts its share or its "
@@ -191,11 +230,6 @@ OUTSIDE_STATE = (
 CHANGED_PARAMETER = (
     "Cause not found; possible: every rank changes it by what its share has; change it in the"
     " optimizer's step"
-)
-GRADIENT_HOOK = (
-    "Cause not found; possible: a hook on the gradient of {} does something with it that is "
-    "another thing for a share's gradient (clips it, divides by its norm); do it in the "
-    "optimizer"
 )
 RECOMPUTED_BATCH_NORM = (
     "Cause not found; possible: a batch norm that the model computes again in backward "

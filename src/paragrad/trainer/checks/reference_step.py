@@ -36,7 +36,7 @@ from paragrad.runtime.launcher_env import read_available_memory
 from paragrad.runtime.rendezvous import count_local_ranks
 from paragrad.runtime.single_group import act_alone
 from paragrad.runtime.world import World
-from paragrad.strategies.shares import split_micro_batches
+from paragrad.strategies.shares import Division, split_micro_batches
 from paragrad.trainer.batch import Batch
 from paragrad.trainer.checks.step_check import (
     SAMPLE_ORDERINGS,
@@ -66,6 +66,9 @@ class ReferenceStep:
         load_parts: load_parts(ordering) returns the batch in parts, each with its samples in that
             ordering.
 
+        load_divided_parts: load_divided_parts() returns the batch in the parts that the strategy
+            divides it into.
+
         load_test_part: load_test_part(ordering) returns the samples of the test, or why there is no
             test.
 
@@ -80,6 +83,7 @@ class ReferenceStep:
     module: LossModule
     draws: Draws
     load_parts: Callable[[SampleOrdering], list[BatchExcerpt]]
+    load_divided_parts: Callable[[], list[BatchExcerpt]]
     load_test_part: Callable[[SampleOrdering], BatchExcerpt | str]
     loss_only: bool
     initial_buffers: dict[tuple[str, str], torch.Tensor]
@@ -144,6 +148,11 @@ class ReferenceStep:
             SAMPLE_ORDERINGS[number] if 0 <= number < len(SAMPLE_ORDERINGS) else list,
             moved=max(0, number + 1 - len(SAMPLE_ORDERINGS)),
         )
+
+    def make_divided_step(self) -> StepOutcome:
+        """Repeat the step with the batch in the parts that the strategy divides it into."""
+        reference = self if has_parameter_hooks(self.module) else self._copy_reference()
+        return replace(reference, load_parts=lambda _: self.load_divided_parts()).make_step()
 
     def _copy_reference(self) -> ReferenceStep:
         """Copy the reference as it was before the step.
@@ -291,6 +300,7 @@ def make_reference_step(
                 whole.module,
                 training.setup.whole_draws,
                 parts,
+                functools.partial(_load_divided_parts, training, batch, given_batches),
                 test,
                 loss_only,
                 {name: buffer.clone() for name, buffer in _list_buffers(whole.module).items()},
@@ -316,6 +326,12 @@ def make_reference_step(
     if shared_outcome is None:
         return None, reason or "not one worker's step was made"
     test_part = test(list) if isinstance(shared_outcome.test_loss, float) else None
+    # batch norm takes its statistics over all parts, which one worker would have to make at once
+    is_divided = (
+        training.state.division != Division()
+        and not loss_only
+        and not training.batch_norm.has_computed
+    )
     # the coarsest type in which a float64 model computes some of its values
     eps = training.setup.coarsest_eps if precision == torch.float64 else 0.0
     return StepCheck(
@@ -324,6 +340,7 @@ def make_reference_step(
         baseline,
         reference.make_variant if reference else None,
         reference.make_precise_step if reference and not whole.is_hooked else None,
+        reference.make_divided_step if reference and is_divided else None,
         eps,
         precision == torch.float64,
         first_rank_only,
@@ -347,6 +364,18 @@ def _load_parts(training: Training, batch: Batch, ordering: SampleOrdering) -> l
     """Load the parts from the dataset; each part is collated by itself."""
     groups = [ordering(group) for group in _group_samples(training, len(batch.sample_indices))]
     return [BatchExcerpt(*fetch_places(training, batch, group), group) for group in groups]
+
+
+def _load_divided_parts(
+    training: Training, batch: Batch, given_batches: list[tuple[Batch, Any, Any] | None] | None
+) -> list[BatchExcerpt]:
+    """Load the batch in the parts of all ranks and micro-batches."""
+    micros = split_micro_batches(range(len(batch.sample_indices)), training.state.division)
+    groups = [list(part) for parts in micros for part in parts if part]
+    if given_batches is None:
+        return [BatchExcerpt(*fetch_places(training, batch, group), group) for group in groups]
+    (joined,) = _join_given_batches(training, given_batches, list)
+    return [joined.select_places(group) for group in groups]
 
 
 def fetch_places(training: Training, batch: Batch, places: list[int]) -> tuple[Any, Any]:

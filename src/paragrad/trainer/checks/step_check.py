@@ -237,6 +237,25 @@ class Mismatch:
     rounding: float
 
 
+@dataclass(frozen=True)
+class DivisionTest:
+    """Whether the division of the batch alone makes one worker's step another one.
+
+    Attributes:
+        kind: The compared kind: loss, weight or gradient.
+        value: The difference between one worker's step in parts and its step on the whole batch.
+        is_cause: Whether this difference explains the mismatch.
+    """
+
+    kind: str
+    value: float
+    is_cause: bool
+
+
+# the share of a mismatch that a difference must have to explain it, and may have if it does not
+EXPLAINING_SHARE, OTHER_SHARE = 0.5, 0.1
+
+
 @dataclass
 class StepCheck:
     """One worker's outcome, and the baseline's, to compare a step with.
@@ -252,6 +271,9 @@ class StepCheck:
             the samples, or with moved parameters.
 
         make_precise_outcome: On rank 0, makes one worker's step in float64.
+
+        make_divided_outcome: On rank 0, makes one worker's step with the batch in the strategy's
+            parts; None if there is one part, or batch norm sees all.
 
         eps: The eps of the coarsest type in which a float64 model computes some values.
 
@@ -277,6 +299,7 @@ class StepCheck:
     baseline_outcome: StepOutcome | None
     make_variant: Callable[[int], StepOutcome] | None
     make_precise_outcome: Callable[[], StepOutcome] | None
+    make_divided_outcome: Callable[[], StepOutcome] | None
     eps: float
     is_float64: bool
     first_rank_only: bool = False
@@ -314,6 +337,25 @@ class StepCheck:
             else self._find_doubtful_on_all_ranks(own_gaps)
         )
         return self._judge_doubtful(outcome, doubtful_keys) if doubtful_keys else []
+
+    def test_division(self, mismatches: list[Mismatch]) -> DivisionTest | None:
+        """Test whether the division of the batch alone explains a step that differs. Collective.
+
+        One worker makes the step once more, with the batch in the strategy's parts.
+
+        Args:
+            mismatches: The kinds of values that differ.
+
+        Returns:
+            The result, or None if there is none: the step cannot be made so, or shows neither.
+        """
+        result = None
+        if self.world.rank == 0 and self.make_divided_outcome is not None:
+            with contextlib.suppress(Exception):  # a part may be no batch for the model
+                gaps = pool_gaps(self._compare_outcomes(self.make_divided_outcome()))
+                result = _judge_division(gaps, mismatches)
+        received: DivisionTest | None = self.world.broadcast_object(result)
+        return received
 
     def _find_doubtful_on_all_ranks(self, own_gaps: dict[GapKey, Gap]) -> list[GapKey]:
         """Find the kinds whose difference on some rank is not explained. Collective.
@@ -497,6 +539,24 @@ class StepCheck:
             rounding_gaps.append(pool_gaps(gaps) if is_pooled else gaps)
             mismatches = _list_mismatches(doubtful_keys, rank_gaps, rounding_gaps)
             yield mismatches
+
+
+def _judge_division(gaps: dict[GapKey, Gap], mismatches: list[Mismatch]) -> DivisionTest | None:
+    """Judge the step in parts: it explains a mismatch, or none of them, or is between these."""
+    shares = {}
+    for miss in mismatches:
+        if miss.kind in ("loss", "weight", "gradient"):
+            value = gaps[miss.kind, ""].value
+            share = float(value == miss.gap.value)
+            if math.isfinite(miss.gap.value):
+                share = value / miss.gap.value
+            shares[miss.kind] = (share, value)
+    if not shares:
+        return None
+    kind, (share, value) = max(shares.items(), key=lambda each: each[1][0])
+    if OTHER_SHARE < share < EXPLAINING_SHARE:
+        return None
+    return DivisionTest(kind, value, share >= EXPLAINING_SHARE)
 
 
 def _get_rounding(baselines: list[dict[GapKey, Gap]], key: GapKey) -> float:

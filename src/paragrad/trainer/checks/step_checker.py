@@ -572,6 +572,7 @@ class StepChecker:
         try:
             with waits:
                 mismatches, gradients = self.find_mismatches(loss, weight)
+                division_test = step_check.test_division(mismatches) if mismatches else None
         except StepFailed as error:
             if not error.differs:
                 raise
@@ -580,7 +581,7 @@ class StepChecker:
         if mismatches:
             if self.training.state.own_steps:  # the cause, if replicas have become unequal
                 self._refuse_unequal_replicas("before", {})
-            message = describe_mismatch(self.training, mismatches)
+            message = describe_mismatch(self.training, mismatches, division_test)
             raise self._refuse(message, mismatches[0].gap.tensor or "loss")
         # Rank 0 alone may have the tensors.
         self.finding = _describe_equal_step(step_check, description)
