@@ -21,6 +21,7 @@ LIBRARY_FOLDERS = (
 # frames in these places are not user code; "<" begins the name of code without a file
 LIBRARY_PREFIXES = (*(f"{folder}{os.sep}" for folder in LIBRARY_FOLDERS), "<")
 OWN_PREFIX = LIBRARY_PREFIXES[0]
+NOTE_PREFIX = "paragrad: "  # of notes that paragrad adds to errors
 
 
 SPACE_REPAIRS = {
@@ -239,8 +240,8 @@ def format_location(rank: int | None, step: int | None, tensor: str | None) -> s
 def describe_error(error: BaseException) -> str:
     """Describe an error of user code in one line.
 
-    The line contains its kind, its message, the first cause, and the last place outside of
-    libraries.
+    The line contains its kind, its message, the first cause, the last place outside of libraries,
+    and the notes that paragrad added.
 
     Args:
         error: The error.
@@ -263,7 +264,12 @@ def describe_error(error: BaseException) -> str:
         root = root.__cause__
     is_named = (getattr(root, "strerror", None) or str(root)) in str(error)
     cause = "" if is_named else f" (it began with {type(root).__name__}: {root})"
-    return f"{type(error).__name__}: {error}{cause}{place}"
+    notes = "".join(
+        f"; {each.removeprefix(NOTE_PREFIX)}"
+        for each in getattr(error, "__notes__", ())
+        if each.startswith(NOTE_PREFIX)
+    )
+    return f"{type(error).__name__}: {error}{cause}{place}{notes}"
 
 
 @contextmanager

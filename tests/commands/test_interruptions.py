@@ -251,6 +251,7 @@ def waits(world: World) -> str:
     return said.getvalue()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_missing_rank_is_named_while_waiting(pool: Launcher, backend: str) -> None:
     """A loop that left early on one rank: the others were silent until their bound of 300 s."""

@@ -123,6 +123,7 @@ def test_serial_takes_the_samples_of_the_sampler(name: str, tmp_path: Path) -> N
     assert str(run.sample_count).startswith(f"{drawn} of {drawn} samples seen in each of 3 epoch")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "strategy",
     [

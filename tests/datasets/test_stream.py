@@ -262,7 +262,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "going on": (lambda: pg.Stream(Ongoing(), LENGTH), "another sample 0 when it is read again"),
     "own generator": (
         lambda: pg.Stream(shuffle_numbers, LENGTH, decode),
-        "another sample 0 when it is read again",
+        r"another sample \d when it is read again",  # the first ones may be equal by chance
     ),
     "an error": (lambda: pg.Stream(fail, 9), "raised OSError: no route .* at sample 1 of epoch 0"),
     "unwrapped": (Endless, r"one after the other only \(Endless\); give paragrad.Stream"),

@@ -106,6 +106,7 @@ KILLED = {
 SAMPLE = [("dropout, AdamW, clipping, a scheduler", "a server of two")]
 
 
+@pytest.mark.story
 @pytest.mark.parametrize(
     ("made", "text", "number", "event"),
     [
@@ -216,6 +217,7 @@ def test_buffers_changed_by_forwards_survive(
     assert run.sent_per_step["beside"]["bytes"] < 8 * 256 * 256
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("optimizer", "changes", "at"),
     [
@@ -377,6 +379,7 @@ def test_checkpoint_without_optimizer_attributes_is_refused(text: str, tmp_path:
         )
 
 
+@pytest.mark.story
 def test_stalled_worker_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = MADE["batch norm"].replace(dtype=torch.float64, epochs=20)
     monkeypatch.setattr(

@@ -215,6 +215,7 @@ def whole(run: pg.Run) -> bool:
     ) == (6, 0, 0)
 
 
+@pytest.mark.story
 # ---- who takes part --------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "text",
@@ -329,6 +330,7 @@ def test_stopped_joined_worker_comes_back(place: Ground, opened: Callable[..., A
     assert "late" in events(run)
 
 
+@pytest.mark.story
 def test_killed_server_is_found_again(place: Ground, opened: Callable[..., Any]) -> None:
     """At its port, by its key, and it knows who was let in. Under ssp nobody goes on without
     the one that joined.
@@ -484,6 +486,7 @@ def test_unknown_sender_gets_no_answer_and_changes_nothing(
     assert events(run) == []
 
 
+@pytest.mark.story
 def test_different_job_is_refused_by_name_on_both_sides(
     place: Ground, opened: Callable[..., Any]
 ) -> None:

@@ -80,6 +80,7 @@ def test_every_scheduler_of_torch_is_tried() -> None:
     assert found == {*SCHEDULERS, *REFUSED}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "strategy",
     [

@@ -255,6 +255,7 @@ def surprise(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
     return functional.cross_entropy(output, target, reduction="sum"), len(target)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("model", "data", "rows"),
     [
@@ -960,6 +961,7 @@ OF_WHOLE = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "row", ["spatial(2)", "data(2) * spatial(2)", "branch(2)", "data(2) * branch(2)"]
 )

@@ -137,6 +137,7 @@ def chosen(world: World, machine: Machine | None) -> tuple[list[str], bool]:
     return told, right
 
 
+@pytest.mark.story
 @pytest.mark.parametrize(
     "machine",
     [pytest.param(None, marks=pytest.mark.table), ASSUMED_MACHINE],
@@ -190,7 +191,7 @@ GIVEN = Machine(
 )
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("hosts", "machine", "link", "inside", "known"),
     [

@@ -38,6 +38,7 @@ def faults(given_back: bool, **environment: str) -> list[int]:
     return [int(each) for each in said.stdout.split()]
 
 
+@pytest.mark.story
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
 def test_freed_memory_is_kept_and_returned_on_request() -> None:
     first, later = faults(False)

@@ -188,7 +188,7 @@ def covered(place: int, cell: tuple[str, str]) -> bool:
     return (place + place // len(JOBS)) % (24 if cell in WIDTH else 8) == 0
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("text", "column"),
     [

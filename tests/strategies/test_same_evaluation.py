@@ -275,6 +275,7 @@ OF_IMAGES = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("text", EXACT)
 def test_masked_letters_are_the_same_under_every_strategy(pool: Launcher, text: str) -> None:
     """Every rank collated its own part of the test, with draws of its own: the accuracy was 60.94

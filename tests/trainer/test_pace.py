@@ -184,6 +184,7 @@ def test_fixed_shares_are_reported_at_start() -> None:
     validate_run(vectors(epochs=2), "data(2, shares=auto)")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "text", ["data(2, shares=auto)", "data(2, shares=auto, reduce=ring)", "data(3, shares=auto)"]
 )

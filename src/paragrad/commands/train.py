@@ -38,6 +38,7 @@ from paragrad.runtime import allocator
 from paragrad.runtime.launcher_env import count_cores, read_load_average
 from paragrad.runtime.rendezvous import get_launched_rank, get_launched_size, join_launched_world
 from paragrad.runtime.stop_signals import StopRequest, handle_stop_signals, stop_on_interrupt
+from paragrad.runtime.stragglers import note_missing_ranks
 from paragrad.runtime.world import World
 from paragrad.strategies.strategy import Strategy
 from paragrad.trainer.checkpoint.checkpoint_files import remove_partial_files
@@ -387,6 +388,7 @@ def _train_under_launcher(
             except Refused:
                 raise
             except Exception as error:  # also of user code between steps, and of a dead rank
+                note_missing_ranks(world, error)
                 failed = RankFailed.wrap_error(error, world.rank)
                 with suppress(OSError):
                     _write_end_line(record, "failed", failed)

@@ -33,7 +33,7 @@ from paragrad.runtime.launcher_env import (
     read_launch_name,
 )
 from paragrad.runtime.stop_signals import StopRequest
-from paragrad.runtime.stragglers import describe_missing_ranks
+from paragrad.runtime.stragglers import note_missing_ranks
 from paragrad.runtime.world import CPU, DEFAULT_TIMEOUT, World
 from paragrad.shm.process_group import SharedMemoryGroup, register_backend
 
@@ -399,8 +399,7 @@ def _use_default_group(
         yield world
         world.barrier()  # to a peer, a rank that leaves early looks like a closed connection
     except Exception as error:
-        if description := describe_missing_ranks(world, error):
-            error.add_note(f"paragrad: {description}")
+        note_missing_ranks(world, error)
         raise
     finally:
         dist.destroy_process_group()

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from math import inf
 
-from paragrad.errors import StepFailed, describe_error
+from paragrad.errors import NOTE_PREFIX, RankFailed, StepFailed, describe_error
 from paragrad.runtime.world import World
 
 SLOW_STEP_SECONDS = 10.0  # after this time in one step a rank looks which others are in it
@@ -169,7 +169,7 @@ def describe_missing_ranks(world: World, error: BaseException) -> str:
     # the transport names the ranks itself ("says nothing")
     is_unexplained = (
         is_connection_error
-        and not isinstance(error, StepFailed)
+        and not isinstance(error, StepFailed | RankFailed)
         and "says nothing" not in str(error)
     )
 
@@ -207,6 +207,17 @@ def describe_missing_ranks(world: World, error: BaseException) -> str:
         if has_answer.is_set()
         else "nor does the store answer in which the ranks met: where rank 0 ran, nobody is left"
     )
+
+
+def note_missing_ranks(world: World, error: Exception) -> None:
+    """Add a note to a connection error that names the ranks that it is about.
+
+    Args:
+        world: The world of the ranks.
+        error: The error of this rank.
+    """
+    if description := describe_missing_ranks(world, error):
+        error.add_note(f"{NOTE_PREFIX}{description}")
 
 
 @contextmanager

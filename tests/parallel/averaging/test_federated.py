@@ -173,6 +173,7 @@ def test_nonlinear_hook_sees_the_gradient_of_a_client_batch(tmp_path: Path, work
     assert close(found, averaged(made, rounds_of(made, text)), 1e-12)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "name",
     [
@@ -359,6 +360,7 @@ class Stuck(Poisoned):
         return VECTORS[index]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("loaders", [0, 1])
 def test_missing_sample_loses_the_client_and_not_the_run(tmp_path: Path, loaders: int) -> None:
     """Its worker waited for it as long as the others for the worker, 4 s: who gave up first was

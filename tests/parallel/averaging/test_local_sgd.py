@@ -119,6 +119,7 @@ def test_averaging_after_every_sgd_step_is_serial(pool: Launcher, text: str) -> 
     assert max(found[:1] if "elastic" in text else found) < 1e-10
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("text", LOOSER)
 def test_momentum_differs_and_the_deviation_is_reported(
     pool: Launcher, tmp_path: Path, text: str
@@ -154,6 +155,7 @@ def wide() -> nn.Module:
 LARGE = "0.weight"  # of that: 2,200 numbers; the others are sent as they are
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "text",
     [
@@ -1216,6 +1218,7 @@ def slow_one(world: World) -> None:
         world.store.set("given up", "")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_long_wait_for_a_slow_replica_has_a_repair(backend: str) -> None:
     """A second a step beside two is a wait of 500 s after 500 steps: a collective's timeout,

@@ -130,7 +130,7 @@ LOSSLESS = (
 )
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("row", LOSSLESS)
 @pytest.mark.parametrize(
     "column",
@@ -459,6 +459,7 @@ def by_serial_name(trainer: Trainer) -> State:
     }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "text",
     ["bf16, reduce=ring", "power_sgd(1), reduce=tree", "threshold(0.001)", "dgc(0.3, warmup=0)"],
@@ -938,7 +939,7 @@ def hook_steps(text: str, steps: int = 4) -> list[State]:
     return seen
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("text", ["top_k(0.05)", "dgc(0.05, warmup=0)"])
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_compression_hook_under_plain_ddp(pool: Launcher, text: str, backend: str) -> None:

@@ -47,6 +47,7 @@ def spans(
     ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("reduce", ["ring", "ring(reproducible=true)", "native"])
 def test_gradients_below_a_megabyte_share_one_bucket(

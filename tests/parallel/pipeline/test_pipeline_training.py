@@ -85,6 +85,7 @@ WAYS = (
 )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "row"),
     [

@@ -441,6 +441,7 @@ def test_backup_workers_are_not_waited_for() -> None:
     )
 
 
+@pytest.mark.story
 # ---- sockets ---------------------------------------------------------------------------------
 def test_only_known_keys_connect_between_hosts() -> None:
     mine = KeyPair.generate_pair()
@@ -730,7 +731,7 @@ def large() -> nn.Module:
     return nn.Sequential(nn.Linear(10, 500), nn.Tanh(), nn.Linear(500, 4))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     "text",
     [
@@ -1069,6 +1070,7 @@ class Disturbed(queue_coordinator.QueueCoordinator):
             self.stopped = None
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("number", "happens", "more", "event"),
     [

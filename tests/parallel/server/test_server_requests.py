@@ -117,6 +117,7 @@ def test_request_is_sent_once_however_long_the_answer_takes(question: Any) -> No
     }
 
 
+@pytest.mark.story
 def test_acknowledged_request_waits_beyond_its_time_limit() -> None:
     """Under bsp(backup) only the office said so, and no server whose others still computed."""
     served = server("server(3, sync=bsp(backup=1))")
@@ -135,6 +136,7 @@ def test_acknowledged_request_waits_beyond_its_time_limit() -> None:
     assert served.shard.received_bytes == 2 * VECTOR.nbytes
 
 
+@pytest.mark.story
 def test_each_answer_has_the_full_time_limit() -> None:
     """The limit was that of all answers together."""
     with listening() as here:
@@ -272,6 +274,7 @@ STANDS = """
 """
 
 
+@pytest.mark.story
 def test_stopped_worker_keeps_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """ZeroMQ asked a silent connection whether it is there, and ended it after ten seconds, on
     one host too: a worker of bsp that was stopped for longer lost the answer that came
@@ -310,6 +313,7 @@ def test_connection_between_hosts_may_be_idle_for_the_limit(seconds: float, sile
         here.close()
 
 
+@pytest.mark.story
 # ---- a training ------------------------------------------------------------------------------
 def test_more_late_workers_than_backups_do_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

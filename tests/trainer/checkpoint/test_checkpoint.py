@@ -284,7 +284,7 @@ MOVES += [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("name", "before", "after"), MOVES)
 def test_checkpoint_of_one_strategy_resumes_under_another(
     pool: Launcher, tmp_path: Path, name: str, before: str, after: str
