@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
-from hosts import Cluster
 
 from paragrad.errors import StepFailed
 from paragrad.runtime.peer_processes import PeerProcesses, ProcessAddress
@@ -41,45 +37,6 @@ job = pg.Job(
     model=lambda: Net(8, 2),
     loss=torch.nn.functional.cross_entropy,
     optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-    train=data,
-    batch=8,
-    epochs=1000,
-)
-"""
-
-
-DYING_JOB = """
-import os, signal
-import paragrad as pg, torch
-from torch.utils.data import TensorDataset
-
-data = TensorDataset(torch.randn(640, 8), torch.zeros(640, dtype=torch.long))
-steps = {"made": 0}
-
-
-def die_at_step_20():
-    steps["made"] += os.environ["RANK"] == os.environ["VICTIM"]
-    if steps["made"] == 20:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-class Net(torch.nn.Linear):
-    def forward(self, x):
-        die_at_step_20()
-        return super().forward(x)
-
-
-class SGD(torch.optim.SGD):
-    def step(self, closure=None):
-        die_at_step_20()
-        return super().step(closure)
-
-
-job = pg.Job(
-    name="dying",
-    model=lambda: Net(8, 2),
-    loss=torch.nn.functional.cross_entropy,
-    optimizer=lambda parameters: SGD(parameters, lr=0.1),
     train=data,
     batch=8,
     epochs=1000,
@@ -148,54 +105,6 @@ def test_other_processes_end_and_name_it(
         for each in ranks:
             each.kill()
             each.communicate()
-
-
-@pytest.mark.network
-@pytest.mark.parametrize(
-    ("strategy", "places", "victim", "name"),
-    [
-        # gloo's connections end first, if the ranks still share values
-        ("server(2)", [0, 0, 1], 2, r"server 0|rank\(s\) 2 say nothing"),
-        ("server(2)", [0, 1, 0], 1, r"worker 1|rank\(s\) 1 say nothing"),
-        ("server(2, sync=asp)", [0, 0, 1], 2, r"server 0|rank\(s\) 2 say nothing"),
-        ("server(2, sync=asp)", [0, 1, 0], 1, r"worker 1|rank\(s\) 1 say nothing"),
-    ],
-)
-def test_process_of_another_host_is_named(
-    clusters: Callable[..., AbstractContextManager[Cluster]],
-    strategy: str,
-    places: list[int],
-    victim: int,
-    name: str,
-    tmp_path: Path,
-) -> None:
-    """No process of another host can be watched; its connection ends, and does not come back."""
-    (tmp_path / "dying.py").write_text(DYING_JOB)
-    words = [sys.executable, "-m", "paragrad", "train", "dying.py", "--strategy", strategy]
-    with clusters(2) as cluster:
-        ranks = [
-            cluster.start(
-                host,
-                words,
-                folder=tmp_path,
-                environment={
-                    "VICTIM": str(victim),
-                    "RANK": str(rank),
-                    "WORLD_SIZE": str(len(places)),
-                    "LOCAL_RANK": str(places[:rank].count(host)),
-                    "LOCAL_WORLD_SIZE": str(places.count(host)),
-                    "MASTER_ADDR": "host0",
-                    "MASTER_PORT": "29500",
-                },
-            )
-            for rank, host in enumerate(places)
-        ]
-        survivors = [each for rank, each in enumerate(ranks) if rank != victim]
-        codes = [each.process.wait(timeout=60) for each in survivors]
-        messages = ["\n".join(each.said()) for each in survivors]
-    assert codes == [1, 1]
-    assert not any("Traceback" in each for each in messages)
-    assert any(re.search(name, each) for each in messages), messages
 
 
 def test_ended_process_is_named() -> None:
