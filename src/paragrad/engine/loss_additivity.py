@@ -29,6 +29,7 @@ from paragrad.datasets.loading import (
     separate_target,
     slice_batch,
 )
+from paragrad.engine.probe import use_model_eval_mode
 from paragrad.engine.rng.draws import Draws, key_draws
 from paragrad.engine.state.preserve_state import ModuleSnapshot, preserve_module_state
 from paragrad.engine.state.values import GeneratorState, is_same_value
@@ -42,6 +43,11 @@ MIXES_SAMPLES = (
     "the model mixes samples: its output for a sample depends on the others in the batch. Take "
     "means over what one sample has, or train it where every rank has the whole batch (serial, "
     "place, tensor)"
+)
+BATCH_DRAWS = (
+    "what {} draws is not each sample's own: in eval mode, without draws, the parts give what the "
+    "whole gives. Let dropout act before sequences are packed, or draw by torch's functions with "
+    "the samples as a dimension of their own"
 )
 FILLS_VALUES = (
     "the forward fills {} from the first batch that it sees, and a part of the batch gives other "
@@ -246,7 +252,11 @@ def find_additivity_error(
         evidence += f", which divide by {of_whole} and {' + '.join(of_halves)}"
     repair = f"return the pair (sum, weight) with the weight it divides by{cause}"
     if _mixes_samples(parts, whole, halves):
-        repair = _explain_filled_values(module, parts, draws, tolerance) or MIXES_SAMPLES
+        repair = (
+            _explain_filled_values(module, parts, draws, tolerance)
+            or _explain_batch_draws(module, parts, draws, tolerance)
+            or MIXES_SAMPLES
+        )
     return f"the loss is no mean over samples: {evidence}; {repair}"
 
 
@@ -477,13 +487,27 @@ def _explain_filled_values(
         ]
         if not names:
             return None
-        whole, *halves = [_evaluate_loss(module, part, draws) for part in parts]
+        adds_up = _adds_up(module, parts, draws, tolerance)
+    return FILLS_VALUES.format(", ".join(names[:3])) if adds_up else None
+
+
+def _explain_batch_draws(
+    module: LossModule, parts: list[BatchExcerpt], draws: Draws, tolerance: float
+) -> str | None:
+    """Explain a loss that adds up in eval mode, where the model draws nothing, or return None."""
+    names = ", ".join(dict.fromkeys(call.name for call in draws.calls))
+    if not names:
+        return None
+    with use_model_eval_mode(module.model):
+        adds_up = _adds_up(module, parts, draws, tolerance)
+    return BATCH_DRAWS.format(names) if adds_up else None
+
+
+def _adds_up(module: LossModule, parts: list[BatchExcerpt], draws: Draws, tolerance: float) -> bool:
+    """Return whether the mean loss of the whole equals that of its parts."""
+    whole, *halves = [_evaluate_loss(module, part, draws) for part in parts]
     expected = sum(half.total for half in halves) / (sum(half.weight for half in halves) or 1.0)
-    return (
-        FILLS_VALUES.format(", ".join(names[:3]))
-        if _is_close(_compute_mean(whole), expected, tolerance)
-        else None
-    )
+    return _is_close(_compute_mean(whole), expected, tolerance)
 
 
 def _is_close(a: float, b: float, tolerance: float) -> bool:

@@ -365,6 +365,59 @@ def test_stage_boundaries_prefer_module_boundaries() -> None:
     assert balance.balance_stages(much, 2, found) == [range(5), range(5, 9)]
 
 
+class NormedTwice(nn.Module):
+    """Calls one batch norm twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(10, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.second = nn.Linear(16, 16)
+        self.out = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(torch.tanh(self.first(x)))
+        return self.out(self.norm(torch.tanh(self.second(x))))
+
+
+@pytest.mark.parametrize(
+    ("row", "reference"),
+    [
+        ("place(2)", "serial"),
+        ("pipeline(2, micro=2)", "serial(micro=2)"),
+        ("place(3)", "serial"),
+    ],
+)
+def test_both_calls_of_a_batch_norm_lie_in_one_stage(
+    row: str, reference: str, tmp_path: Path
+) -> None:
+    """Each rank changed a copy of its statistics, and the first step was refused."""
+    data = TensorDataset(numbers(36, 10, seed=1), whole(4, 36, seed=2))
+    job = make_job("twice", NormedTwice, data, dtype=torch.float64)
+    run, serial = (
+        pg.train(job, each, runs=tmp_path).model().state_dict() for each in (row, reference)
+    )
+    for name, value in serial.items():
+        torch.testing.assert_close(run[name], value, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        ("place(2, cut=[second])", "between two calls that change buffers of norm"),
+        (
+            "place(4)",
+            "4 parts are wanted, and 3 are possible: several calls change buffers of norm",
+        ),
+    ],
+)
+def test_cut_between_two_calls_of_a_batch_norm_is_refused(
+    strategy: str, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises((pg.Refused, pg.RankFailed), match=message):
+        pg.train(make_job("twice", NormedTwice, VECTORS), strategy, runs=tmp_path)
+
+
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("looks", [False, True])
 @pytest.mark.parametrize("strategy", ["place(2, cut=[h.2])", "pipeline(2, micro=3, cut=[h.2.act])"])

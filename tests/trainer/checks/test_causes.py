@@ -13,6 +13,7 @@ import torch.distributed as dist
 from equality_table import VECTORS, job, mlp
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.rnn import pack_padded_sequence
 
 import paragrad as pg
 from paragrad.errors import StepFailed
@@ -126,9 +127,26 @@ def test_cause_is_tested_on_one_worker(
         pg.train(job("cause", build, VECTORS), strategy, runs=tmp_path)
 
 
+class PackedDropout(nn.Module):
+    """Dropout on a packed sequence, whose values are ordered by time and not by sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.3)
+        self.rnn = nn.GRU(1, 6, batch_first=True)
+        self.out = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = (x > 0).sum(1).clamp(min=1).cpu()
+        packed = pack_padded_sequence(x[:, :, None], lengths, True, enforce_sorted=False)
+        packed = packed._replace(data=self.drop(packed.data))
+        return self.out(self.rnn(packed)[1][0])
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
+        (PackedDropout, "; what bernoulli draws is not each sample's own: in eval mode"),
         (Quantized, r"; the forward fills codes, is_new from the first batch that it sees"),
         (ActNorm, r"; the forward fills scale, is_new from the first batch that it sees"),
         (Averaged, "; the model mixes samples: "),

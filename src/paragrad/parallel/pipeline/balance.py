@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 from paragrad.datasets.loading import clone_batch
 from paragrad.engine.rng.draws import DrawRecorder, use_draw_source
 from paragrad.engine.state.preserve_state import preserve_all_state
+from paragrad.engine.state.values import is_same_value
 from paragrad.errors import StepFailed
 from paragrad.jobs.loss import LossModule
 from paragrad.parallel.tracing.cut_points import (
@@ -98,14 +99,24 @@ def partition_into_stages(
     units = find_cut_points(model, example, stage_count, requested)
     units_in_order = list(units.work)
     with preserve_all_state(LossModule(model, PLACEHOLDER_LOSS)):
+        buffers = {name: each.clone() for name, each in model.named_buffers()}
         seconds = _time_units(model, units_in_order, example)
-    ranges = (
-        partition_as_requested(model, units_in_order, stage_count, requested)
-        if requested
-        else balance_stages(
-            seconds, stage_count, None if units.is_sequential else count_opened_modules(units)
+        changed = {
+            name: each
+            for name, each in model.named_buffers()
+            if name in buffers and not is_same_value(each, buffers[name])
+        }
+    inseparable = _find_inseparable_units(model, units_in_order, changed)
+    if requested:
+        ranges = partition_as_requested(model, units_in_order, stage_count, requested)
+        _refuse_separated_calls([stage.start for stage in ranges], inseparable, requested)
+    else:
+        ranges = balance_stages(
+            seconds,
+            stage_count,
+            None if units.is_sequential else count_opened_modules(units),
+            inseparable,
         )
-    )
     stages = tuple(tuple(units_in_order[at] for at in stage) for stage in ranges)
     # operations between joined units must not belong to another stage
     watched_stages = _enlarge_units(model, example, units, stages)
@@ -117,6 +128,48 @@ def partition_into_stages(
         units.fixed_outputs,
         watched_stages,
     )
+
+
+def _find_inseparable_units(
+    model: nn.Module, units: Sequence[Unit], changed_buffers: Mapping[str, Tensor]
+) -> dict[int, str]:
+    """Find the units with which no stage may begin.
+
+    A buffer that a forward changes lies in one stage. If the ranks of two stages changed a copy
+    each, as with a batch norm that is called twice, both copies would be wrong.
+
+    Args:
+        model: The model.
+        units: Its units, in order.
+        changed_buffers: The buffers that a forward changes, by name.
+
+    Returns:
+        The names of the modules with such buffers, by the number of the unit.
+    """
+    names = {
+        id(each): name.rpartition(".")[0] or "the model" for name, each in changed_buffers.items()
+    }
+    users: dict[str, list[int]] = {}
+    for number, (unit, _) in enumerate(units):
+        for buffer in model.get_submodule(unit).buffers():
+            if id(buffer) in names:
+                users.setdefault(names[id(buffer)], []).append(number)
+    return {
+        number: name
+        for name, numbers in users.items()
+        for number in range(numbers[0] + 1, numbers[-1] + 1)
+    }
+
+
+def _refuse_separated_calls(
+    starts: Sequence[int], inseparable: Mapping[int, str], requested: RequestedCut
+) -> None:
+    """Check that a requested cut lies between no two calls that change one buffer."""
+    if separated := [inseparable[start] for start in starts if start in inseparable]:
+        raise StepFailed(
+            f"cut=[{', '.join(map(str, requested))}] lies between two calls that change buffers of "
+            f"{separated[0]}, which only one part can have; cut before or after both"
+        )
 
 
 def _enlarge_units(
@@ -263,7 +316,10 @@ def _time_units(model: nn.Module, units: Sequence[Unit], example: Any) -> list[f
 
 
 def balance_stages(
-    seconds: Sequence[float], stage_count: int, opened_modules: Sequence[int] | None = None
+    seconds: Sequence[float],
+    stage_count: int,
+    opened_modules: Sequence[int] | None = None,
+    inseparable: Mapping[int, str] | None = None,
 ) -> list[range]:
     """Divide units into consecutive stages so that the longest stage is as short as possible.
 
@@ -272,12 +328,24 @@ def balance_stages(
         stage_count: Number of stages; none is empty.
         opened_modules: How many modules a cut before each unit goes through. The sum of these is as
             small as possible, if the longest stage takes at most MAX_SLOWDOWN times as long for it.
+        inseparable: The units with which no stage may begin, and the module whose buffers are the reason.
 
     Returns:
         The units of each stage, by number.
+
+    Raises:
+        StepFailed: There are not so many stages, because units are inseparable.
     """
     count = len(seconds)
-    balanced = _find_partition(seconds, stage_count, [0] * count, math.inf)
+    inseparable = inseparable or {}
+    if count - len(inseparable) < stage_count:
+        names = ", ".join(list(dict.fromkeys(inseparable.values()))[:3])
+        raise StepFailed(
+            f"{stage_count} parts are wanted, and {count - len(inseparable)} are possible: several "
+            f"calls change buffers of {names}, and they lie in one part; give fewer workers or chunks, or "
+            "train it with data(n)"
+        )
+    balanced = _find_partition(seconds, stage_count, [0] * count, math.inf, inseparable)
     if opened_modules is None:
         return balanced
     return _find_partition(
@@ -285,15 +353,20 @@ def balance_stages(
         stage_count,
         opened_modules,
         MAX_SLOWDOWN * max(sum(seconds[at] for at in stage) for stage in balanced),
+        inseparable,
     )
 
 
 def _find_partition(
-    seconds: Sequence[float], stage_count: int, opened_modules: Sequence[int], limit: float
+    seconds: Sequence[float],
+    stage_count: int,
+    opened_modules: Sequence[int],
+    limit: float,
+    inseparable: Collection[int],
 ) -> list[range]:
     """Find the partition that opens fewest modules, and among these the shortest longest stage.
 
-    No stage is longer than the limit.
+    No stage is longer than the limit, and none begins with an inseparable unit.
     """
     ends = list(itertools.accumulate(seconds, initial=0.0))
     count = len(seconds)
@@ -303,6 +376,8 @@ def _find_partition(
     for stage in range(1, stage_count + 1):
         for stop in range(stage, count + 1):
             for start in range(stage - 1, stop):
+                if start in inseparable:
+                    continue
                 opened, longest = best[stage - 1][start]
                 candidate = (
                     opened + (opened_modules[start] if start else 0),
