@@ -328,7 +328,8 @@ def balance_stages(
         stage_count: Number of stages; none is empty.
         opened_modules: How many modules a cut before each unit goes through. The sum of these is as
             small as possible, if the longest stage takes at most MAX_SLOWDOWN times as long for it.
-        inseparable: The units with which no stage may begin, and the module whose buffers are the reason.
+        inseparable: The units with which no stage may begin, and the module whose buffers are the
+            reason.
 
     Returns:
         The units of each stage, by number.
@@ -342,8 +343,8 @@ def balance_stages(
         names = ", ".join(list(dict.fromkeys(inseparable.values()))[:3])
         raise StepFailed(
             f"{stage_count} parts are wanted, and {count - len(inseparable)} are possible: several "
-            f"calls change buffers of {names}, and they lie in one part; give fewer workers or chunks, or "
-            "train it with data(n)"
+            f"calls change buffers of {names}, and they lie in one part; give fewer workers or "
+            "chunks, or train it with data(n)"
         )
     balanced = _find_partition(seconds, stage_count, [0] * count, math.inf, inseparable)
     if opened_modules is None:
