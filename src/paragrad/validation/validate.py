@@ -271,6 +271,7 @@ def validate_run(
         labels=read_client_labels(job, requested, resolved, settings.folder),
     )
     _warn_of_many_ranks(requested, resolved, environment)
+    _warn_of_micro_batches(requested, resolved, inspection)
     refuse_many_rounds(validated.rounds, requested)
     refuse_single_sample_clients(validated.rounds, inspected, requested)
     refuse_round_schedule(validated.rounds, inspection, requested, job.name)
@@ -294,6 +295,24 @@ def _warn_of_many_ranks(requested: Strategy, resolved: Strategy, environment: En
         warnings.warn(
             f"{requested} starts {resolved.size} ranks on {environment.cores} core(s): they take "
             "turns, so a step takes longer than with a core for each",
+            stacklevel=3,
+        )
+
+
+def _warn_of_micro_batches(
+    requested: Strategy, resolved: Strategy, inspection: JobInspection
+) -> None:
+    """Warn if batch norm makes a training that is serial's with micro-batches, and not serial's."""
+    micro = resolved.division.micro
+    if (
+        inspection.probe.has_batch_norm
+        and micro > 1
+        and resolved.size > 1
+        and resolved.batch_norm == "whole"
+    ):
+        warnings.warn(
+            f"{requested}: batch norm takes its statistics over each of the {micro} micro-batches, "
+            f"so this is the training of serial(micro={micro}), and not of serial",
             stacklevel=3,
         )
 
