@@ -118,3 +118,28 @@ def test_old_option_is_refused(
             run_command_line()
         assert ended.value.code == 2
         assert capsys.readouterr() == ("", f"paragrad: {old} is now called {new}\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (["train", "mine.py", "data(2)"], "--strategy 'data(2)'"),
+        (
+            ["verify", "digits", "--json", "digits", "data(2) * pipeline(2)"],
+            "--strategy 'data(2) *",
+        ),
+        (["compare", "digits", "serial; data(2)"], "--strategies 'serial; data(2)'"),
+    ],
+)
+def test_strategy_behind_the_job_is_refused_with_its_option(
+    words: list[str],
+    option: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It was an unexpected extra argument."""
+    monkeypatch.setattr(sys, "argv", ["paragrad", *words])
+    with pytest.raises(SystemExit) as ended:
+        run_command_line()
+    assert ended.value.code == 2
+    assert f"such as {option}" in capsys.readouterr().err

@@ -11,6 +11,7 @@ import codecs
 import gc
 import io
 import itertools
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -647,4 +648,18 @@ def run_command_line() -> None:
         if option in RENAMED_OPTIONS:
             print(f"paragrad: {option} is now called {RENAMED_OPTIONS[option]}", file=sys.stderr)
             sys.exit(2)
+    if strategy_hint := _explain_positional_strategy(sys.argv[1:]):
+        print(f"paragrad: {strategy_hint}", file=sys.stderr)
+        sys.exit(2)
     app()
+
+
+def _explain_positional_strategy(words: list[str]) -> str | None:
+    """Explain where a strategy belongs if one stands behind the job; otherwise return None."""
+    option = {"train": "--strategy", "verify": "--strategy", "compare": "--strategies"}.get(
+        words[0] if words else ""
+    )
+    for before, word in itertools.pairwise(words[1:]):
+        if option and re.fullmatch(r"[\w*; ]+\(.*\).*", word) and not before.startswith("-"):
+            return f"a strategy is given by {option}, such as {option} {shlex.quote(word)}"
+    return None
