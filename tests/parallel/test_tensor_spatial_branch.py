@@ -1011,3 +1011,51 @@ def test_optimizer_of_tensors_no_rank_holds_is_refused(row: str, optimizer: str,
         validate_run(
             job("of whole tensors", model, IMAGES, optimizer=OF_WHOLE[optimizer]), row, Settings()
         )
+
+
+class InnerGradient(torch.autograd.Function):
+    """Takes gradients in its backward; that of an output that nothing uses is None."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        ctx.set_materialize_grads(False)
+        with torch.enable_grad():
+            inputs = [each.detach().requires_grad_() for each in (x, weight, bias)]
+            hidden = torch.tanh(functional.linear(*inputs))
+            unused = inputs[0].sum(-1)
+        ctx.inner = inputs, (hidden, unused)
+        return hidden.detach(), unused.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        inputs, outputs = ctx.inner
+        pairs = [
+            (output, gradient)
+            for output, gradient in zip(outputs, gradients, strict=True)
+            if gradient is not None
+        ]
+        assert len(pairs) == 1
+        return torch.autograd.grad(
+            [output for output, _ in pairs],
+            inputs,
+            [gradient for _, gradient in pairs],
+            allow_unused=True,
+        )
+
+
+class WithInnerGradient(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(10, 16)
+        self.second = nn.Linear(16, 16)
+        self.out = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        return self.out(InnerGradient.apply(hidden, self.second.weight, self.second.bias)[0])
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("row", ["tensor(2)", "data(2) * tensor(2)"])
+def test_gradient_of_none_inside_of_an_autograd_function(pool: Launcher, row: str) -> None:
+    assert found(pool, row, job("inner", WithInnerGradient, VECTORS)).value <= 1e-10
