@@ -656,6 +656,7 @@ class Training:
             strict=self.setup.refuses_new_draws,
             first_call=first_call,
             call_numbers=call_numbers,
+            has_all_samples=self.state.division == Division(),
         )
 
     def use_autocast(self) -> AbstractContextManager[Any]:

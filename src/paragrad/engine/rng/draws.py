@@ -175,6 +175,9 @@ class KeyedDraws(DrawSource):
 
         call_numbers: For each number drawn from torch's generator, the index of its call. Pass it
             if backward runs in a context of its own.
+
+        has_all_samples: Whether the whole global batch is here. A draw that does not fit is then
+            the same as on one worker, although it is not known which numbers are whose.
     """
 
     # calls that are not in `Draws.serial_calls` are numbered from here
@@ -189,12 +192,14 @@ class KeyedDraws(DrawSource):
         strict: bool = True,
         first_call: int = 0,
         call_numbers: CallNumbers | None = None,
+        has_all_samples: bool = False,
     ) -> None:
         self.draws = draws
         self.seed = seed
         self.step = step
         self.positions = tuple(positions) or (0,)
         self.strict = strict
+        self.has_all_samples = has_all_samples
         self.first_call = first_call
         self.call_numbers: CallNumbers = {} if call_numbers is None else call_numbers
 
@@ -302,7 +307,7 @@ class KeyedDraws(DrawSource):
         if len(dims) == 1:
             dim = dims.pop()
             return dim, 1 if dim is None else shape[dim] // samples
-        if self.strict:
+        if self.strict and not self.has_all_samples:
             raise StepFailed(
                 f"{name} draws a tensor of shape {shape} for {samples} samples, not as in the "
                 "first step: which numbers are whose is not known, so it would be another "
@@ -374,6 +379,7 @@ def key_draws(
     strict: bool = True,
     first_call: int = 0,
     call_numbers: CallNumbers | None = None,
+    has_all_samples: bool = False,
 ) -> Iterator[None]:
     """Key the draws in the forward and backward passes of some samples (`KeyedDraws`).
 
@@ -397,6 +403,8 @@ def key_draws(
         first_call: As in `KeyedDraws`.
 
         call_numbers: As in `KeyedDraws`.
+
+        has_all_samples: As in `KeyedDraws`.
     """
     if not draws and not always:
         yield
@@ -404,7 +412,16 @@ def key_draws(
     if draws.other_generators:
         seed_generators(f"forward {seed} {step}")
     with use_draw_source(
-        KeyedDraws(draws, seed, step, positions, always and strict, first_call, call_numbers)
+        KeyedDraws(
+            draws,
+            seed,
+            step,
+            positions,
+            always and strict,
+            first_call,
+            call_numbers,
+            has_all_samples,
+        )
     ):
         yield
 

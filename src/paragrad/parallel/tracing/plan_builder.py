@@ -28,6 +28,7 @@ from paragrad.parallel.tracing.crossing_plan import (
     StandIn,
 )
 from paragrad.parallel.tracing.input_guards import InputGuards, find_size_tensors
+from paragrad.parallel.tracing.packed_sequences import is_packing, run_packing
 from paragrad.parallel.tracing.tracer import (
     StagedModel,
     TracedForward,
@@ -35,6 +36,11 @@ from paragrad.parallel.tracing.tracer import (
     ValueId,
     call_forward_hooks,
     find_tensors,
+)
+
+MADE_LENGTHS = (
+    "the model makes the lengths by which it packs sequences, so no other rank knows the shape; "
+    "compute them from the inputs alone, or train it without cutting it"
 )
 
 
@@ -90,6 +96,9 @@ class PlanRecorder(TracedForward):
 
         output_copies: Copies of what units returned.
 
+        known_tensors: Tensors that keep their values, because these come from the inputs alone: the
+            sizes of packed sequences.
+
         writes_in_place: Whether an operation between units changed something in place.
 
         guards: Operations on the inputs alone.
@@ -105,6 +114,7 @@ class PlanRecorder(TracedForward):
         self.stand_ins: list[StandIn] = []
         self.fake_tensors: Any = WeakIdKeyDictionary()
         self.output_copies: Any = WeakIdKeyDictionary()
+        self.known_tensors: Any = WeakIdKeyDictionary()
         self.writes_in_place = False
         self.guards = InputGuards(inputs)
         self.failed_module: nn.Module | None = None
@@ -157,7 +167,7 @@ class PlanRecorder(TracedForward):
 
     def make_fake_tensor(self, tensor: Tensor) -> Tensor:
         """Return a tensor without values; always the same, so that changes in place stay in it."""
-        if isinstance(tensor, FakeTensor):
+        if isinstance(tensor, FakeTensor) or tensor in self.known_tensors:
             return tensor
         if isinstance(tensor, ShardedTensor):
             return wrap_local(self.make_fake_tensor(tensor.local), tensor.shardings)
@@ -166,7 +176,11 @@ class PlanRecorder(TracedForward):
         return self.fake_tensors[tensor]  # type: ignore[no-any-return]
 
     def run_operation(self, func: Any, args: Any, kwargs: Any, written: list[Tensor]) -> Any:
-        out = func(*self.make_fake_tree(args), **self.make_fake_tree(kwargs))
+        out = (
+            self.run_packing(func, *args)
+            if is_packing(func)
+            else func(*self.make_fake_tree(args), **self.make_fake_tree(kwargs))
+        )
         if find_tensors(out) or written:
             for tensor in find_tensors((args, kwargs)):
                 self.note_use(tensor, self.stage)
@@ -178,6 +192,20 @@ class PlanRecorder(TracedForward):
             if fake._base is not None and tensor._base is not None:
                 self.fake_tensors[tensor._base] = fake._base
         return out
+
+    def run_packing(self, func: Any, data: Tensor, lengths: Tensor, *rest: Any) -> Any:
+        """Pack or unpack sequences; the lengths must come from the inputs alone.
+
+        Raises:
+            StepFailed: The model makes the lengths.
+        """
+        if lengths not in self.known_tensors:
+            if lengths in self.origins or isinstance(lengths, FakeTensor):
+                raise StepFailed(MADE_LENGTHS)
+            self.note_input_operation(Tensor.tolist, (lengths,), {}, lengths.tolist())
+        packed, sizes = run_packing(func, self.make_fake_tensor(data), lengths, *rest)
+        self.known_tensors[sizes] = True
+        return packed, sizes
 
     def run_module(self, module: nn.Module, call: Any) -> Any:
         if uses_nested_tensors(module, call):

@@ -44,6 +44,7 @@ from paragrad.parallel.tracing.crossing_plan import (
     StageModules,
     StandIn,
 )
+from paragrad.parallel.tracing.packed_sequences import is_packing, run_packing
 from paragrad.parallel.tracing.plan_builder import (
     FixedOutputs,
     PlanRecorder,
@@ -530,6 +531,8 @@ class OneStageForward(TracedForward):
             # a draw into a parameter that this stage also has belongs to another stage: it is not
             # made here
             with use_draw_source(DrawRecorder()):
+                if is_packing(func) and isinstance(args[0], FakeTensor):
+                    return run_packing(func, *args)
                 return func(*args, **kwargs)
         args = self.substitute_values(args)
         kwargs = self.substitute_values(kwargs)
