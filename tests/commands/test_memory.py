@@ -85,7 +85,6 @@ QUICK = (
 )
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "row", [pytest.param(row, marks=() if row in QUICK else pytest.mark.table) for row in ROWS]
 )

@@ -19,6 +19,7 @@ TABLE = read_rows()
 
 
 # said before a job that reads it refuses
+@pytest.mark.sample(2)
 @pytest.mark.filterwarnings("ignore:there is no data folder")
 @pytest.mark.parametrize(("command", "message"), TABLE, ids=[command for command, _ in TABLE])
 def test_command_is_refused_with_its_message(

@@ -215,8 +215,8 @@ def whole(run: pg.Run) -> bool:
     ) == (6, 0, 0)
 
 
-@pytest.mark.story
 # ---- who takes part --------------------------------------------------------------------------
+@pytest.mark.story
 @pytest.mark.parametrize(
     "text",
     [

@@ -191,7 +191,6 @@ GIVEN = Machine(
 )
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("hosts", "machine", "link", "inside", "known"),
     [

@@ -292,7 +292,7 @@ job = pg.Job(
 
 
 @pytest.mark.story
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("strategy", "places", "victim", "name"),
     [

@@ -29,8 +29,7 @@ from paragrad.datasets.loading import (
     separate_target,
     slice_batch,
 )
-from paragrad.engine.probe import use_model_eval_mode
-from paragrad.engine.rng.draws import Draws, key_draws
+from paragrad.engine.rng.draws import ConstantDraws, Draws, key_draws, use_draw_source
 from paragrad.engine.state.preserve_state import ModuleSnapshot, preserve_module_state
 from paragrad.engine.state.values import GeneratorState, is_same_value
 from paragrad.jobs.loss import LossModule, call_model
@@ -45,7 +44,7 @@ MIXES_SAMPLES = (
     "place, tensor)"
 )
 BATCH_DRAWS = (
-    "what {} draws is not each sample's own: in eval mode, without draws, the parts give what the "
+    "what {} draws is not each sample's own: if every draw gives ones, the parts give what the "
     "whole gives. Let dropout act before sequences are packed, or draw by torch's functions with "
     "the samples as a dimension of their own"
 )
@@ -223,6 +222,7 @@ def find_additivity_error(
     if unrepeatable := _explain_unrepeatable(module, parts[0], draws, mean, tolerance):
         return unrepeatable
     cause = _explain_cause(parts, whole, halves, tolerance)
+    mixing = "" if cause else _explain_mixing(module, parts, whole, halves, draws, tolerance)
     if isinstance(whole.value, tuple):
         (total, summed), (weight, parts_weight) = (
             _format_numbers(whole.total, sums),
@@ -230,7 +230,7 @@ def find_additivity_error(
         )
         return (
             f"the pair (sum, weight) does not add up: ({total}, {weight}) over a batch, ({summed}, "
-            f"{parts_weight}) over its two parts; return plain sums{cause}"
+            f"{parts_weight}) over its two parts; {mixing or 'return plain sums'}{cause}"
         )
     same_divisor = _is_close(whole.weight, weights, tolerance)
     if same_divisor and _is_close(
@@ -250,21 +250,20 @@ def find_additivity_error(
             whole.weight, *(half.weight for half in halves), differ_from=weights
         )
         evidence += f", which divide by {of_whole} and {' + '.join(of_halves)}"
+    if not cause and not whole.weight_known:
+        cause = " (no one divisor can be read off it: it is several means, or a function of a mean)"
     repair = f"return the pair (sum, weight) with the weight it divides by{cause}"
-    if _mixes_samples(parts, whole, halves):
-        repair = (
-            _explain_filled_values(module, parts, draws, tolerance)
-            or _explain_batch_draws(module, parts, draws, tolerance)
-            or MIXES_SAMPLES
-        )
-    return f"the loss is no mean over samples: {evidence}; {repair}"
+    return f"the loss is no mean over samples: {evidence}; {mixing or repair}"
 
 
-def _evaluate_loss(module: LossModule, part: BatchExcerpt, draws: Draws) -> LossEvaluation:
+def _evaluate_loss(module: LossModule, part: BatchExcerpt, draws: Draws | None) -> LossEvaluation:
+    """Compute the loss of a part; without draws, every draw gives ones."""
     with (
         preserve_module_state(module),
         disable_batch_statistics(),
-        key_draws(draws, 0, 0, part.positions),
+        use_draw_source(ConstantDraws())
+        if draws is None
+        else key_draws(draws, 0, 0, part.positions),
     ):
         inputs, target = part.copy_batch()
         output = call_model(module.model, inputs)
@@ -431,14 +430,29 @@ def _explain_cause(
             " (the divisors do not add up, as where a constant is in each, or keeps it from 0: "
             "leave it out of the pair, in which a weight of 0 counts for nothing)"
         )
-    return (
-        ""
-        if whole.weight_known
-        else " (no one divisor can be read off it: it is several means, or a function of a mean)"
-    )
+    return ""
 
 
-def _mixes_samples(
+def _explain_mixing(
+    module: LossModule,
+    parts: list[BatchExcerpt],
+    whole: LossEvaluation,
+    halves: list[LossEvaluation],
+    draws: Draws,
+    tolerance: float,
+) -> str:
+    """Explain, with the repair, why an output depends on the other samples; empty: it does not."""
+    if not _has_mixed_outputs(parts, whole, halves):
+        return ""
+    for explain in (_explain_filled_values, _explain_batch_draws):
+        # a part that is run in another way may fail where the batch itself does not
+        with contextlib.suppress(Exception):
+            if explanation := explain(module, parts, draws, tolerance):
+                return explanation
+    return MIXES_SAMPLES
+
+
+def _has_mixed_outputs(
     parts: list[BatchExcerpt], whole: LossEvaluation, halves: list[LossEvaluation]
 ) -> bool:
     """Return whether the output for a sample depends on the other samples of the batch."""
@@ -478,32 +492,36 @@ def _explain_filled_values(
     """
     with preserve_module_state(module):
         before = {name: value.clone() for name, value in _list_values(module.model).items()}
-        with disable_batch_statistics(), key_draws(draws, 0, 0, parts[0].positions):
-            call_model(module.model, parts[0].copy_batch()[0])
-        names = [
-            name
-            for name, value in _list_values(module.model).items()
-            if name in before and not is_same_value(value, before[name])
-        ]
+        filled: dict[str, Tensor] = {}
+        for part in parts[:2]:
+            with disable_batch_statistics(), key_draws(draws, 0, 0, part.positions):
+                call_model(module.model, part.copy_batch()[0])
+            filled = filled or {
+                name: value.clone()
+                for name, value in _list_values(module.model).items()
+                if name in before and not is_same_value(value, before[name])
+            }
+        # the second forward changes a count, and leaves what the first one filled
+        after = _list_values(module.model)
+        names = [name for name, value in filled.items() if is_same_value(value, after.get(name))]
         if not names:
             return None
-        adds_up = _adds_up(module, parts, draws, tolerance)
-    return FILLS_VALUES.format(", ".join(names[:3])) if adds_up else None
+        is_additive = _is_additive(module, parts, draws, tolerance)
+    return FILLS_VALUES.format(", ".join(names[:3])) if is_additive else None
 
 
 def _explain_batch_draws(
     module: LossModule, parts: list[BatchExcerpt], draws: Draws, tolerance: float
 ) -> str | None:
-    """Explain a loss that adds up in eval mode, where the model draws nothing, or return None."""
+    """Explain a loss that adds up if every draw gives ones, or return None."""
     names = ", ".join(dict.fromkeys(call.name for call in draws.calls))
-    if not names:
-        return None
-    with use_model_eval_mode(module.model):
-        adds_up = _adds_up(module, parts, draws, tolerance)
-    return BATCH_DRAWS.format(names) if adds_up else None
+    is_additive = bool(names) and _is_additive(module, parts, None, tolerance)
+    return BATCH_DRAWS.format(names) if is_additive else None
 
 
-def _adds_up(module: LossModule, parts: list[BatchExcerpt], draws: Draws, tolerance: float) -> bool:
+def _is_additive(
+    module: LossModule, parts: list[BatchExcerpt], draws: Draws | None, tolerance: float
+) -> bool:
     """Return whether the mean loss of the whole equals that of its parts."""
     whole, *halves = [_evaluate_loss(module, part, draws) for part in parts]
     expected = sum(half.total for half in halves) / (sum(half.weight for half in halves) or 1.0)

@@ -169,7 +169,7 @@ def describe_missing_ranks(world: World, error: BaseException) -> str:
     # the transport names the ranks itself ("says nothing")
     is_unexplained = (
         is_connection_error
-        and not isinstance(error, StepFailed | RankFailed)
+        and not isinstance(error, StepFailed)
         and "says nothing" not in str(error)
     )
 
@@ -216,6 +216,8 @@ def note_missing_ranks(world: World, error: Exception) -> None:
         world: The world of the ranks.
         error: The error of this rank.
     """
+    if isinstance(error, RankFailed):  # it has the note of its own error
+        return
     if description := describe_missing_ranks(world, error):
         error.add_note(f"{NOTE_PREFIX}{description}")
 

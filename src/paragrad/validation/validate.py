@@ -305,7 +305,8 @@ def _warn_of_micro_batches(
     """Warn if batch norm makes a training that is serial's with micro-batches, and not serial's."""
     micro = resolved.division.micro
     if (
-        inspection.probe.has_batch_norm
+        any(name.endswith("running_mean") for name in inspection.shapes)
+        and inspection.probe.has_batch_norm
         and micro > 1
         and resolved.size > 1
         and resolved.batch_norm == "whole"

@@ -87,6 +87,7 @@ def close(one: State, other: State, within: float = 1e-10) -> bool:
 
 
 # ---- it is serial's, where it can be ---------------------------------------------------------
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "text",
     [
@@ -478,6 +479,7 @@ def test_batch_without_counted_targets_has_losses_recorded(tmp_path: Path) -> No
     assert run.losses == [0.0] * 4
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "text",
     [
@@ -1219,7 +1221,7 @@ def slow_one(world: World) -> None:
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("backend", ["gloo", "shm"])
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_long_wait_for_a_slow_replica_has_a_repair(backend: str) -> None:
     """A second a step beside two is a wait of 500 s after 500 steps: a collective's timeout,
     and no word of the repair.

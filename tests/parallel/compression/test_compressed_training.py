@@ -381,6 +381,7 @@ def in_small_buckets(world: World, *args: Any) -> list[Any]:
         bucketing.BUCKET_BYTES = before
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "text", ["threshold(0.02)", "threshold(1000)", "top_k(0.01)", "dgc(0.01, warmup=0)", "one_bit"]
 )
@@ -491,6 +492,7 @@ def test_additive_compressors_use_any_all_reduce(pool: Launcher, text: str, redu
     assert close(native[0][-1], ours[0][-1], 1e-3)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("text", LOSSY)
 def test_verify_reports_the_deviation(tmp_path: Path, text: str) -> None:
     certificate = pg.verify(vectors(optimizer=heavy), f"data(2, compress={text})", runs=tmp_path)
@@ -586,6 +588,7 @@ class Bad(nn.Module):
         return self.inner(x)  # type: ignore[no-any-return]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("text", LOSSY)
 def test_non_finite_gradient_is_named(pool: Launcher, text: str) -> None:
     with pytest.raises(pg.RankFailed, match="is not finite") as caught:
@@ -939,7 +942,7 @@ def hook_steps(text: str, steps: int = 4) -> list[State]:
     return seen
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("text", ["top_k(0.05)", "dgc(0.05, warmup=0)"])
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_compression_hook_under_plain_ddp(pool: Launcher, text: str, backend: str) -> None:

@@ -441,7 +441,6 @@ def test_backup_workers_are_not_waited_for() -> None:
     )
 
 
-@pytest.mark.story
 # ---- sockets ---------------------------------------------------------------------------------
 def test_only_known_keys_connect_between_hosts() -> None:
     mine = KeyPair.generate_pair()

@@ -313,8 +313,8 @@ def test_connection_between_hosts_may_be_idle_for_the_limit(seconds: float, sile
         here.close()
 
 
-@pytest.mark.story
 # ---- a training ------------------------------------------------------------------------------
+@pytest.mark.story
 def test_more_late_workers_than_backups_do_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

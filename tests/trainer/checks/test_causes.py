@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,8 @@ import paragrad as pg
 from paragrad.errors import StepFailed
 from paragrad.launch import Launcher
 from paragrad.runtime.world import World
+from paragrad.trainer.checks.step_check import Mismatch, _judge_division
+from paragrad.trainer.checks.step_result import Gap
 
 pytestmark = pytest.mark.processes
 
@@ -146,7 +149,10 @@ class PackedDropout(nn.Module):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (PackedDropout, "; what bernoulli draws is not each sample's own: in eval mode"),
+        (
+            PackedDropout,
+            "; what bernoulli draws is not each sample's own: if every draw gives ones",
+        ),
         (Quantized, r"; the forward fills codes, is_new from the first batch that it sees"),
         (ActNorm, r"; the forward fills scale, is_new from the first batch that it sees"),
         (Averaged, "; the model mixes samples: "),
@@ -189,3 +195,73 @@ def test_cause_is_tested_in_a_loop_of_the_user() -> None:
     with Launcher(2) as ranks:
         messages = ranks.run(step_with_changed_inputs)
     assert all(re.search(f"{DIVISION} another .* mixes samples", each) for each in messages)
+
+
+def judge(value: float, rounding: float, miss: float) -> bool | None:
+    """Whether the division is the cause of a mismatch; None: nothing is said."""
+    gaps = {("gradient", "a"): Gap(value, "a.weight", 1.0)}
+    baseline = {("gradient", "a"): Gap(rounding, "a.weight", 1.0, 1e-7)}
+    result = _judge_division(
+        gaps, baseline, [Mismatch("gradient", 0, Gap(miss, "a.weight", 1.0), 0.0)]
+    )
+    return None if result is None else result.is_cause
+
+
+def test_rounding_is_no_cause_and_excludes_none() -> None:
+    """A rounding of 1.2e-7 was the cause of a mismatch of 1e-7, and NaN was called equal."""
+    assert judge(0.2, 1e-7, 0.25) is True
+    assert judge(1e-7, 1e-7, 0.25) is False
+    assert judge(1.2e-7, 1e-7, 1e-7) is None
+    assert judge(0.02, 1e-7, 0.25) is None
+    assert judge(math.nan, 1e-7, 0.25) is None
+
+
+class OtherInEval(nn.Module):
+    """Batch norm written by hand, and dropout: the draws are right."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = mlp()
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.mlp(x - x.mean(0) if self.training else x))
+
+
+def test_draws_are_no_cause_where_eval_mode_is_another_path(tmp_path: Path) -> None:
+    with pytest.raises(pg.Refused, match="; the model mixes samples: "):
+        pg.train(job("other", OtherInEval, VECTORS), "data(2)", runs=tmp_path)
+
+
+class WithAuxiliary(nn.Module):
+    """A mean over time, padding included; gives a second output in training alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.drop = nn.Dropout(0.2)
+        self.out = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        output = self.out(self.drop(self.embed(x)).mean(1))
+        return (output, output.sum(1)) if self.training else output
+
+
+def auxiliary_loss(outputs: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    output, auxiliary = outputs
+    return functional.cross_entropy(output, target) + 0.01 * auxiliary.pow(2).mean()
+
+
+def pad_texts(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    texts = nn.utils.rnn.pad_sequence([text for text, _ in samples], batch_first=True)
+    return texts, torch.stack([target for _, target in samples])
+
+
+TEXTS = [(torch.arange(1, 2 + place % 5), torch.tensor(place % 4)) for place in range(24)]
+
+
+def test_explanations_refuse_no_job(tmp_path: Path) -> None:
+    """A model that gives another output in eval mode was refused, under serial too."""
+    padded = job("padded", WithAuxiliary, TEXTS, loss=auxiliary_loss, collate=pad_texts, batch=8)  # type: ignore[arg-type]
+    losses = [pg.train(padded, each, runs=tmp_path).losses for each in ("serial", "data(2)")]
+    torch.testing.assert_close(*map(torch.tensor, losses))

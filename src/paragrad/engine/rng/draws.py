@@ -336,6 +336,23 @@ def use_draw_source(source: DrawSourceType) -> Iterator[DrawSourceType]:
         del DRAW_SOURCES[depth:]
 
 
+class ConstantDraws(DrawSource):
+    """Gives ones for every draw, to see what a model does without chance."""
+
+    def draw_numbers(self, name: str, tensor: Tensor, distribution: Distribution) -> Tensor:
+        """Fill the tensor with ones.
+
+        Args:
+            name: Name of the kernel.
+            tensor: The tensor.
+            distribution: The distribution of the numbers.
+
+        Returns:
+            The tensor.
+        """
+        return tensor.fill_(1)
+
+
 class _CallCounter(DrawSource):
     """Counts how often numbers are drawn."""
 

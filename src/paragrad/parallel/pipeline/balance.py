@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -96,27 +97,20 @@ def partition_into_stages(
     Raises:
         StepFailed: The model cannot be cut into as many stages.
     """
-    units = find_cut_points(model, example, stage_count, requested)
+    units, inseparable = find_separable_units(model, example, stage_count, requested)
     units_in_order = list(units.work)
     with preserve_all_state(LossModule(model, PLACEHOLDER_LOSS)):
-        buffers = {name: each.clone() for name, each in model.named_buffers()}
         seconds = _time_units(model, units_in_order, example)
-        changed = {
-            name: each
-            for name, each in model.named_buffers()
-            if name in buffers and not is_same_value(each, buffers[name])
-        }
-    inseparable = _find_inseparable_units(model, units_in_order, changed)
-    if requested:
-        ranges = partition_as_requested(model, units_in_order, stage_count, requested)
-        _refuse_separated_calls([stage.start for stage in ranges], inseparable, requested)
-    else:
-        ranges = balance_stages(
+    ranges = (
+        partition_as_requested(model, units_in_order, stage_count, requested, inseparable)
+        if requested
+        else balance_stages(
             seconds,
             stage_count,
             None if units.is_sequential else count_opened_modules(units),
             inseparable,
         )
+    )
     stages = tuple(tuple(units_in_order[at] for at in stage) for stage in ranges)
     # operations between joined units must not belong to another stage
     watched_stages = _enlarge_units(model, example, units, stages)
@@ -130,46 +124,96 @@ def partition_into_stages(
     )
 
 
-def _find_inseparable_units(
-    model: nn.Module, units: Sequence[Unit], changed_buffers: Mapping[str, Tensor]
-) -> dict[int, str]:
+def find_separable_units(
+    model: nn.Module, example: Any, stage_count: int, requested: RequestedCut | None
+) -> tuple[CutPoints, dict[int, str]]:
+    """Find the units of a model, and with which of them no stage may begin.
+
+    Args:
+        model: The model.
+        example: Inputs of some samples.
+        stage_count: Number of stages.
+        requested: Where the user wants to cut, if anywhere.
+
+    Returns:
+        (the units, as of `find_inseparable_units`).
+
+    Raises:
+        StepFailed: There are too few units.
+    """
+    units = find_cut_points(model, example, stage_count, requested)
+    inseparable = find_inseparable_units(model, list(units.work), example)
+    if not requested and len(units.work) - len(inseparable) < stage_count:
+        units = find_cut_points(model, example, stage_count, opens_all=True)
+        inseparable = find_inseparable_units(model, list(units.work), example)
+    return units, inseparable
+
+
+class BufferRecorder(TracedForward):
+    """A forward that counts the calls that change each buffer.
+
+    Attributes:
+        names: The names of the buffers, by their ids.
+        changing_calls: The number of calls that changed each buffer, by name.
+    """
+
+    def __init__(self, staged_model: StagedModel) -> None:
+        super().__init__(staged_model)
+        self.names = {id(each): name for name, each in staged_model.model.named_buffers()}
+        self.changing_calls: Counter[str] = Counter()
+
+    def run_operation(self, func: Any, args: Any, kwargs: Any, written: list[Tensor]) -> Any:
+        return func(*args, **kwargs)
+
+    def run_unit(self, name: str, call: Any, args: Any, kwargs: Any) -> Any:
+        self.begin_unit(name)
+        module = self.staged_model.model.get_submodule(name)
+        with self.pause_tracing():
+            before = [
+                (inner, self.names.get(id(each), f"{name}.{inner}"), each.clone())
+                for inner, each in module.named_buffers()
+            ]
+            out = call(*args, **kwargs)
+            after = dict(module.named_buffers())
+        self.changing_calls.update(
+            full
+            for inner, full, value in before
+            if inner in after and not is_same_value(after[inner], value)
+        )
+        return out
+
+
+def find_inseparable_units(model: nn.Module, units: Sequence[Unit], example: Any) -> dict[int, str]:
     """Find the units with which no stage may begin.
 
-    A buffer that a forward changes lies in one stage. If the ranks of two stages changed a copy
-    each, as with a batch norm that is called twice, both copies would be wrong.
+    A buffer that several calls change lies in one stage, as of a batch norm that is called twice.
+    If the ranks of two stages changed a copy each, both copies would be wrong. A buffer that each
+    call fills with the same values is none of these: its copies stay equal.
 
     Args:
         model: The model.
         units: Its units, in order.
-        changed_buffers: The buffers that a forward changes, by name.
+        example: Inputs of some samples.
 
     Returns:
         The names of the modules with such buffers, by the number of the unit.
     """
-    names = {
-        id(each): name.rpartition(".")[0] or "the model" for name, each in changed_buffers.items()
-    }
+    names = {id(each): name for name, each in model.named_buffers()}
     users: dict[str, list[int]] = {}
     for number, (unit, _) in enumerate(units):
         for buffer in model.get_submodule(unit).buffers():
-            if id(buffer) in names:
-                users.setdefault(names[id(buffer)], []).append(number)
+            users.setdefault(names[id(buffer)], []).append(number)
+    if not any(len(numbers) > 1 for numbers in users.values()):
+        return {}
+    with preserve_all_state(LossModule(model, PLACEHOLDER_LOSS)), torch.no_grad():
+        recorder = BufferRecorder(StagedModel(model, [units]))
+        recorder.run_forward(clone_batch(example))
     return {
-        number: name
+        number: name.rpartition(".")[0] or "the model"
         for name, numbers in users.items()
+        if recorder.changing_calls[name] > 1
         for number in range(numbers[0] + 1, numbers[-1] + 1)
     }
-
-
-def _refuse_separated_calls(
-    starts: Sequence[int], inseparable: Mapping[int, str], requested: RequestedCut
-) -> None:
-    """Check that a requested cut lies between no two calls that change one buffer."""
-    if separated := [inseparable[start] for start in starts if start in inseparable]:
-        raise StepFailed(
-            f"cut=[{', '.join(map(str, requested))}] lies between two calls that change buffers of "
-            f"{separated[0]}, which only one part can have; cut before or after both"
-        )
 
 
 def _enlarge_units(
@@ -192,7 +236,11 @@ def _enlarge_units(
 
 
 def partition_as_requested(
-    model: nn.Module, units: Sequence[Unit], stage_count: int, requested: RequestedCut
+    model: nn.Module,
+    units: Sequence[Unit],
+    stage_count: int,
+    requested: RequestedCut,
+    inseparable: Mapping[int, str],
 ) -> list[range]:
     """Cut a model as requested.
 
@@ -201,13 +249,30 @@ def partition_as_requested(
         units: Its units, in order.
         stage_count: Number of stages.
         requested: Numbers of modules, or names of the modules with which stages begin.
+        inseparable: As of `find_inseparable_units`.
 
     Returns:
         The units of each stage, by number.
 
     Raises:
-        StepFailed: The request gives another number of stages, or an empty one.
+        StepFailed: The request gives another number of stages, or an empty one, or begins one with
+            an inseparable unit.
     """
+    ranges = _read_requested_cut(model, units, stage_count, requested)
+    for stage in ranges:
+        if stage.start in inseparable:
+            raise StepFailed(
+                f"cut=[{', '.join(map(str, requested))}] lies between two calls that change "
+                f"buffers of {inseparable[stage.start]}, which only one part can have; cut before "
+                "or after both"
+            )
+    return ranges
+
+
+def _read_requested_cut(
+    model: nn.Module, units: Sequence[Unit], stage_count: int, requested: RequestedCut
+) -> list[range]:
+    """Return the units of each requested stage, by number."""
     spec = f"cut=[{', '.join(map(str, requested))}]"
     sizes = [each for each in requested if isinstance(each, int)]
     if sizes and (len(sizes) != stage_count or sum(sizes) != len(units)):
@@ -328,8 +393,7 @@ def balance_stages(
         stage_count: Number of stages; none is empty.
         opened_modules: How many modules a cut before each unit goes through. The sum of these is as
             small as possible, if the longest stage takes at most MAX_SLOWDOWN times as long for it.
-        inseparable: The units with which no stage may begin, and the module whose buffers are the
-            reason.
+        inseparable: As of `find_inseparable_units`.
 
     Returns:
         The units of each stage, by number.

@@ -18,11 +18,9 @@ from paragrad.engine.passes import Passes, PassesHost
 from paragrad.parallel.pipeline import balance
 from paragrad.parallel.pipeline.pipeline_passes import PipelinePasses
 from paragrad.parallel.pipeline.stage import shard_stages
-from paragrad.parallel.tracing.cut_points import find_cut_points
 from paragrad.parallel.tracing.stage_forward import StageForward
 from paragrad.parallel.tracing.stage_trial import try_all_stages, try_in_eval_mode
 from paragrad.runtime.world import World
-from paragrad.schedules.actions import split_evenly
 from paragrad.strategies.pipeline import PartitionedStrategy
 
 
@@ -41,12 +39,16 @@ def check_model(
         StepFailed: It cannot; the message names the repair.
     """
     stage_count = strategy.micro_batch_schedule.count_stages(strategy.size)
-    cut_points = find_cut_points(model, example, stage_count, strategy.requested_cut)
+    cut_points, inseparable = balance.find_separable_units(
+        model, example, stage_count, strategy.requested_cut
+    )
     units = list(cut_points.work)
     ranges = (
-        balance.partition_as_requested(model, units, stage_count, strategy.requested_cut)
+        balance.partition_as_requested(
+            model, units, stage_count, strategy.requested_cut, inseparable
+        )
         if strategy.requested_cut
-        else split_evenly(len(units), stage_count)
+        else balance.balance_stages([1.0] * len(units), stage_count, None, inseparable)
     )
     stage_forward = StageForward(
         model, [[units[at] for at in stage] for stage in ranges], cut_points.fixed_outputs

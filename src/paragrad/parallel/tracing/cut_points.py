@@ -78,7 +78,11 @@ class CutPoints:
 
 
 def find_cut_points(
-    model: nn.Module, example: Any, stage_count: int, requested: RequestedCut | None = None
+    model: nn.Module,
+    example: Any,
+    stage_count: int,
+    requested: RequestedCut | None = None,
+    opens_all: bool = False,
 ) -> CutPoints:
     """Find the calls of a forward between which so many stages can be cut.
 
@@ -87,6 +91,7 @@ def find_cut_points(
         example: Inputs of some samples.
         stage_count: Number of stages.
         requested: Where the user wants to cut, if anywhere.
+        opens_all: Whether every module is opened that can be.
 
     Returns:
         The units.
@@ -106,7 +111,9 @@ def find_cut_points(
         tree = record_module_calls(model, example)
         while True:
             names = {name for name, module in model.named_modules() if type(module) in closed}
-            units = _choose_units(model, tree, stage_count, requested, names | compiled_names)
+            units = _choose_units(
+                model, tree, stage_count, requested, names | compiled_names, opens_all
+            )
             standing = {
                 each.name: each.output for each in _iterate_calls(tree) if each.name in names
             }
@@ -210,6 +217,7 @@ def _choose_units(
     stage_count: int,
     requested: RequestedCut | None,
     closed: set[str],
+    opens_all: bool,
 ) -> dict[Unit, int]:
     """Choose units that are small enough; modules in `closed` are not opened."""
     cut_names = [
@@ -254,7 +262,7 @@ def _choose_units(
         )
 
     units = _number_calls(_iterate_units(tree, lambda each: each.name in closed or is_small(each)))
-    if len(units) < stage_count:  # open everything that can be opened
+    if opens_all or len(units) < stage_count:
         units = _number_calls(_iterate_units(tree, lambda each: each.name in closed))
     if len(units) < stage_count:
         has_inner = any(name for name, _ in units)

@@ -326,11 +326,16 @@ def make_reference_step(
     if shared_outcome is None:
         return None, reason or "not one worker's step was made"
     test_part = test(list) if isinstance(shared_outcome.test_loss, float) else None
-    # batch norm takes its statistics over all parts, which one worker would have to make at once
+    # Batch norm takes its statistics over all parts, which one worker would have to make at once.
+    # Every share begins with the same buffers, and one worker's parts would not.
+    changes = shared_outcome.changed_buffers or shared_outcome.changed_parameters
     is_divided = (
         training.state.division != Division()
         and not loss_only
         and not training.batch_norm.has_computed
+        and not (
+            len(training.state.division.shares) > 1 and (changes or shared_outcome.changed_state)
+        )
     )
     # the coarsest type in which a float64 model computes some of its values
     eps = training.setup.coarsest_eps if precision == torch.float64 else 0.0
@@ -369,13 +374,26 @@ def _load_parts(training: Training, batch: Batch, ordering: SampleOrdering) -> l
 def _load_divided_parts(
     training: Training, batch: Batch, given_batches: list[tuple[Batch, Any, Any] | None] | None
 ) -> list[BatchExcerpt]:
-    """Load the batch in the parts of all ranks and micro-batches."""
+    """Load the batch in the parts of all ranks and micro-batches, collated as ranks do it.
+
+    A rank collates all its samples together, and slices them into its micro-batches.
+    """
     micros = split_micro_batches(range(len(batch.sample_indices)), training.state.division)
-    groups = [list(part) for parts in micros for part in parts if part]
-    if given_batches is None:
-        return [BatchExcerpt(*fetch_places(training, batch, group), group) for group in groups]
-    (joined,) = _join_given_batches(training, given_batches, list)
-    return [joined.select_places(group) for group in groups]
+    whole = None
+    if given_batches is not None:
+        (whole,) = _join_given_batches(training, given_batches, list)
+    divided: list[BatchExcerpt] = []
+    for parts in zip(*micros, strict=True):  # the parts of a rank
+        places = [place for part in parts for place in part]
+        if not places:
+            continue
+        excerpt = whole or BatchExcerpt(*fetch_places(training, batch, places), places)
+        divided += [
+            excerpt.select_places([excerpt.positions.index(place) for place in part])
+            for part in parts
+            if part
+        ]
+    return divided
 
 
 def fetch_places(training: Training, batch: Batch, places: list[int]) -> tuple[Any, Any]:

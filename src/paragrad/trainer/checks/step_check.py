@@ -252,8 +252,11 @@ class DivisionTest:
     is_cause: bool
 
 
-# the share of a mismatch that a difference must have to explain it, and may have if it does not
-EXPLAINING_SHARE, OTHER_SHARE = 0.5, 0.1
+# The division explains a mismatch if it makes half of it. It does not explain one that is ten times
+# all rounding, if what it makes is rounding.
+LEAST_PART_OF_MISMATCH, ROUNDING_PART = 0.5, 0.1
+# what the division may change; buffers and Python state of a share are no part of the whole's
+DIVIDED_KINDS = ("loss", "weight", "gradient")
 
 
 @dataclass
@@ -349,11 +352,14 @@ class StepCheck:
         Returns:
             The result, or None if there is none: the step cannot be made so, or shows neither.
         """
+        if not any(miss.kind in DIVIDED_KINDS for miss in mismatches):
+            return None
         result = None
-        if self.world.rank == 0 and self.make_divided_outcome is not None:
+        if self.world.rank == 0 and self.make_divided_outcome and self.make_variant:
             with contextlib.suppress(Exception):  # a part may be no batch for the model
-                gaps = pool_gaps(self._compare_outcomes(self.make_divided_outcome()))
-                result = _judge_division(gaps, mismatches)
+                divided = self._compare_outcomes(self.make_divided_outcome())
+                baseline = self._compare_outcomes(self.baseline_outcome or self.make_variant(0))
+                result = _judge_division(divided, baseline, mismatches)
         received: DivisionTest | None = self.world.broadcast_object(result)
         return received
 
@@ -541,22 +547,37 @@ class StepCheck:
             yield mismatches
 
 
-def _judge_division(gaps: dict[GapKey, Gap], mismatches: list[Mismatch]) -> DivisionTest | None:
-    """Judge the step in parts: it explains a mismatch, or none of them, or is between these."""
-    shares = {}
+def _judge_division(
+    divided: dict[GapKey, Gap], baseline: dict[GapKey, Gap], mismatches: list[Mismatch]
+) -> DivisionTest | None:
+    """Judge whether the division of the batch explains the mismatches.
+
+    Args:
+        divided: The differences of one worker's step in parts.
+        baseline: The differences that rounding makes in the same type.
+        mismatches: The kinds of values that differ.
+
+    Returns:
+        The result; None if the differences show neither.
+    """
+    results = []
     for miss in mismatches:
-        if miss.kind in ("loss", "weight", "gradient"):
-            value = gaps[miss.kind, ""].value
-            share = float(value == miss.gap.value)
-            if math.isfinite(miss.gap.value):
-                share = value / miss.gap.value
-            shares[miss.kind] = (share, value)
-    if not shares:
-        return None
-    kind, (share, value) = max(shares.items(), key=lambda each: each[1][0])
-    if OTHER_SHARE < share < EXPLAINING_SHARE:
-        return None
-    return DivisionTest(kind, value, share >= EXPLAINING_SHARE)
+        module = (miss.gap.tensor or "").rpartition(".")[0] if miss.kind == "gradient" else ""
+        if miss.kind not in DIVIDED_KINDS or (miss.kind, module) not in divided:
+            continue
+        gap = divided[miss.kind, module]
+        if not math.isfinite(gap.value) or not math.isfinite(miss.gap.value):
+            return None
+        rounding = max(
+            gap.equality_tolerance,
+            4 * miss.rounding,
+            4 * _get_rounding([baseline], (miss.kind, module)),
+        )
+        if gap.value > max(rounding, LEAST_PART_OF_MISMATCH * miss.gap.value):
+            return DivisionTest(miss.kind, gap.value, True)
+        is_other = gap.value <= rounding <= ROUNDING_PART * miss.gap.value
+        results.append(DivisionTest(miss.kind, gap.value, False) if is_other else None)
+    return results[0] if results and all(results) else None
 
 
 def _get_rounding(baselines: list[dict[GapKey, Gap]], key: GapKey) -> float:
