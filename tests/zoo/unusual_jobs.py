@@ -184,7 +184,7 @@ ROWS: tuple[Row, ...] = (
         "was taken apart, as a tuple of inputs is",
         collate=odd.packed,
         under=WITHOUT_MICRO,
-        but={**LOOKS, **UNCUT},
+        but=UNCUT,
     ),
     row(
         "named tuple",

@@ -11,8 +11,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_flatten
 
 PACK, UNPACK = "_pack_padded_sequence", "_pad_packed_sequence"
+
+
+def find_packed_sequences(tree: Any) -> list[PackedSequence]:
+    """Find the packed sequences in a tree.
+
+    Args:
+        tree: The tree.
+    """
+    leaves, _ = tree_flatten(tree, is_leaf=lambda each: isinstance(each, PackedSequence))
+    return [each for each in leaves if isinstance(each, PackedSequence)]
 
 
 def is_packing(func: Any) -> bool:

@@ -28,7 +28,11 @@ from paragrad.parallel.tracing.crossing_plan import (
     StandIn,
 )
 from paragrad.parallel.tracing.input_guards import InputGuards, find_size_tensors
-from paragrad.parallel.tracing.packed_sequences import is_packing, run_packing
+from paragrad.parallel.tracing.packed_sequences import (
+    find_packed_sequences,
+    is_packing,
+    run_packing,
+)
 from paragrad.parallel.tracing.tracer import (
     StagedModel,
     TracedForward,
@@ -118,6 +122,8 @@ class PlanRecorder(TracedForward):
         self.writes_in_place = False
         self.guards = InputGuards(inputs)
         self.failed_module: nn.Module | None = None
+        for each in find_packed_sequences(inputs):
+            self.note_known_tensor(each.batch_sizes)
 
     def build_plan(self) -> CrossingPlan:
         """Build the plan after the forward."""
@@ -202,10 +208,15 @@ class PlanRecorder(TracedForward):
         if lengths not in self.known_tensors:
             if lengths in self.origins or isinstance(lengths, FakeTensor):
                 raise StepFailed(MADE_LENGTHS)
-            self.note_input_operation(Tensor.tolist, (lengths,), {}, lengths.tolist())
+            self.note_known_tensor(lengths)
         packed, sizes = run_packing(func, self.make_fake_tensor(data), lengths, *rest)
         self.known_tensors[sizes] = True
         return packed, sizes
+
+    def note_known_tensor(self, tensor: Tensor) -> None:
+        """Note a tensor that comes from the inputs alone; other values of it want another plan."""
+        self.known_tensors[tensor] = True
+        self.note_input_operation(Tensor.tolist, (tensor,), {}, tensor.tolist())
 
     def run_module(self, module: nn.Module, call: Any) -> Any:
         if uses_nested_tensors(module, call):
