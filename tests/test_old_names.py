@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import paragrad as pg
-from paragrad.commands.cli import run_command_line
+from paragrad.commands.cli import _explain_positional_strategy, run_command_line
 from paragrad.commands.options import RENAMED_OPTIONS
 from paragrad.engine.exchange import RENAMED_EXCHANGE_MEMBERS, Exchange
 from paragrad.engine.passes import RENAMED_PASSES_MEMBERS, Passes
@@ -143,3 +143,15 @@ def test_strategy_behind_the_job_is_refused_with_its_option(
         run_command_line()
     assert ended.value.code == 2
     assert f"such as {option}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "--strategy", "serial", "data(2).py:job"],
+        ["train", "data(2).py:job", "--strategy", "serial"],
+        ["simulate", "ring", "data(2)"],
+    ],
+)
+def test_job_file_with_parentheses_is_no_strategy(words: list[str]) -> None:
+    assert _explain_positional_strategy(words) is None

@@ -659,7 +659,9 @@ def _explain_positional_strategy(words: list[str]) -> str | None:
     option = {"train": "--strategy", "verify": "--strategy", "compare": "--strategies"}.get(
         words[0] if words else ""
     )
+    if not option or any(word.partition("=")[0] == option for word in words):
+        return None
     for before, word in itertools.pairwise(words[1:]):
-        if option and re.fullmatch(r"[\w*; ]+\(.*\).*", word) and not before.startswith("-"):
+        if re.fullmatch(r"[\w*; ]+\(.*\).*", word) and not before.startswith("-"):
             return f"a strategy is given by {option}, such as {option} {shlex.quote(word)}"
     return None

@@ -46,7 +46,8 @@ SHARED_PARAMETER_CHANGED = (
 )
 UNCARRIED_PARAMETER_CHANGED = (
     "a forward changes it, besides gradients and buffers, and a cut model does not carry that "
-    "from part to part; train it with data(n)"
+    "from part to part; fill it before the training if the first forward does so, or train it with "
+    "data(n)"
 )
 
 

@@ -43,10 +43,16 @@ MIXES_SAMPLES = (
     "means over what one sample has, or train it where every rank has the whole batch (serial, "
     "place, tensor)"
 )
+COMPARES_SAMPLES = (
+    "what it divides by adds up, and what it divides does not, as where samples of a batch are "
+    "compared with each other. Train it where every rank has the whole batch (serial, place, "
+    "tensor)"
+)
 BATCH_DRAWS = (
-    "what {} draws is not each sample's own: if every draw gives ones, the parts give what the "
-    "whole gives. Let dropout act before sequences are packed, or draw by torch's functions with "
-    "the samples as a dimension of their own"
+    "what {} draws is not each sample's own: if every draw gives the same number, the parts give "
+    "what the whole gives. Let dropout act before sequences are packed, draw by torch's functions "
+    "with the samples as a dimension of their own, or train it where every rank has the whole "
+    "batch (serial, place, tensor)"
 )
 FILLS_VALUES = (
     "the forward fills {} from the first batch that it sees, and a part of the batch gives other "
@@ -253,16 +259,20 @@ def find_additivity_error(
     if not cause and not whole.weight_known:
         cause = " (no one divisor can be read off it: it is several means, or a function of a mean)"
     repair = f"return the pair (sum, weight) with the weight it divides by{cause}"
+    if same_divisor and whole.weight_known and not cause:
+        repair = COMPARES_SAMPLES
     return f"the loss is no mean over samples: {evidence}; {mixing or repair}"
 
 
-def _evaluate_loss(module: LossModule, part: BatchExcerpt, draws: Draws | None) -> LossEvaluation:
-    """Compute the loss of a part; without draws, every draw gives ones."""
+def _evaluate_loss(
+    module: LossModule, part: BatchExcerpt, draws: Draws | ConstantDraws
+) -> LossEvaluation:
+    """Compute the loss of a part."""
     with (
         preserve_module_state(module),
         disable_batch_statistics(),
-        use_draw_source(ConstantDraws())
-        if draws is None
+        use_draw_source(draws)
+        if isinstance(draws, ConstantDraws)
         else key_draws(draws, 0, 0, part.positions),
     ):
         inputs, target = part.copy_batch()
@@ -513,14 +523,20 @@ def _explain_filled_values(
 def _explain_batch_draws(
     module: LossModule, parts: list[BatchExcerpt], draws: Draws, tolerance: float
 ) -> str | None:
-    """Explain a loss that adds up if every draw gives ones, or return None."""
+    """Explain a loss that adds up if every draw gives the same number, or return None."""
     names = ", ".join(dict.fromkeys(call.name for call in draws.calls))
-    is_additive = bool(names) and _is_additive(module, parts, None, tolerance)
+    # two numbers: with weights of 1, a mixture of two samples is the first of them
+    is_additive = bool(names) and all(
+        _is_additive(module, parts, ConstantDraws(number), tolerance) for number in (1.0, 0.5)
+    )
     return BATCH_DRAWS.format(names) if is_additive else None
 
 
 def _is_additive(
-    module: LossModule, parts: list[BatchExcerpt], draws: Draws | None, tolerance: float
+    module: LossModule,
+    parts: list[BatchExcerpt],
+    draws: Draws | ConstantDraws,
+    tolerance: float,
 ) -> bool:
     """Return whether the mean loss of the whole equals that of its parts."""
     whole, *halves = [_evaluate_loss(module, part, draws) for part in parts]

@@ -305,15 +305,14 @@ def _warn_of_micro_batches(
     """Warn if batch norm makes a training that is serial's with micro-batches, and not serial's."""
     micro = resolved.division.micro
     if (
-        any(name.endswith("running_mean") for name in inspection.shapes)
-        and inspection.probe.has_batch_norm
+        inspection.probe.has_batch_norm
         and micro > 1
         and resolved.size > 1
         and resolved.batch_norm == "whole"
     ):
         warnings.warn(
             f"{requested}: batch norm takes its statistics over each of the {micro} micro-batches, "
-            f"so this is the training of serial(micro={micro}), and not of serial",
+            f"so this is the training of serial(micro={micro}); that of serial may be another",
             stacklevel=3,
         )
 

@@ -409,7 +409,7 @@ def test_both_calls_of_a_batch_norm_lie_in_one_stage(
         ("place(2, cut=[second])", "between two calls that change buffers of norm"),
         (
             "place(4)",
-            "4 parts are wanted, and 3 are possible: several calls change buffers of norm",
+            "4 parts are wanted, and 3 can be made: several calls change buffers of norm",
         ),
     ],
 )
@@ -451,6 +451,27 @@ class CountedPositions(nn.Module):
         else:
             self.seen = self.seen + 1.0
         return x + self.seen
+
+
+class OutsideOfUnits(CountedPositions):
+    """Changes the buffer between the calls of its layers, which are units."""
+
+    def __init__(self, change: str) -> None:
+        super().__init__(change)
+        self.inner = nn.Linear(10, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.inner(x))
+
+
+@pytest.mark.parametrize("change", ["count", "new"])
+def test_buffers_changed_between_units_keep_calls_together(change: str) -> None:
+    """Only what a unit changed was seen, so the cut was refused in the first step, by chance."""
+    model = SharedPositions(change)
+    model.positions = OutsideOfUnits(change)
+    stages = balance.partition_into_stages(model, numbers(6, 10, seed=1), 2).stages
+    calling = [any(name.startswith("positions") for name, _ in stage) for stage in stages]
+    assert not all(calling)
 
 
 @pytest.mark.parametrize(("change", "is_even"), [("fill", True), ("count", False), ("new", False)])
@@ -1132,7 +1153,7 @@ def test_gradients_live_in_the_exchange_buckets(pool: Launcher) -> None:
 def test_warning_names_the_micro_batches_of_batch_norm(tmp_path: Path) -> None:
     """A user compared it with serial, and was not told why it differs."""
     data = TensorDataset(numbers(36, 10, seed=1), whole(4, 36, seed=2))
-    with pytest.warns(UserWarning, match=r"this is the training of serial\(micro=2\), and not of"):
+    with pytest.warns(UserWarning, match=r"this is the training of serial\(micro=2\); that of"):
         pg.train(
             make_job("twice", NormedTwice, data), "pipeline(2, micro=2)", runs=tmp_path, limit=1
         )
@@ -1146,10 +1167,12 @@ class Packed(nn.Module):
 
     def __init__(self, dropout: float, lengths_by: str = "inputs") -> None:
         super().__init__()
+        self.raw = nn.GRU(1, 8, batch_first=True)
         self.embed = nn.Embedding(11, 8)
         self.drop = nn.Dropout(dropout)
         self.first = nn.LSTM(8, 12, num_layers=2, dropout=dropout, batch_first=True)
         self.second = nn.GRU(12, 8, batch_first=True)
+        self.third = nn.RNN(8, 8, batch_first=True)
         self.out = nn.Linear(16, 4)
         self.lengths_by = lengths_by
 
@@ -1162,8 +1185,13 @@ class Packed(nn.Module):
         packed = packed._replace(data=self.drop(packed.data))
         packed, _ = self.first(packed)
         packed, state = self.second(packed)
+        output, lengths = pad_packed_sequence(packed, True, total_length=x.shape[1])
+        packed = pack_padded_sequence(output, lengths, True, enforce_sorted=False)
+        packed, _ = self.third(packed)
         output, _ = pad_packed_sequence(packed, True, total_length=x.shape[1])
-        return self.out(torch.cat([output.mean(1), state[-1]], 1))
+        values = x.to(output.dtype)[:, :, None]
+        _, raw = self.raw(pack_padded_sequence(values, lengths.cpu(), True, enforce_sorted=False))
+        return self.out(torch.cat([output.mean(1), state[-1] + raw[-1]], 1))
 
 
 @pytest.mark.parametrize(

@@ -1057,3 +1057,14 @@ def test_mapping_that_cannot_be_restored_is_refused_on_save() -> None:
 
 def test_signal_handlers_are_unchanged_outside_of_training() -> None:
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_shared_batch_norm_is_loaded(tmp_path: Path) -> None:
+    """torch filled in its count under the second name, which the file does not have."""
+
+    def build() -> nn.Module:
+        norm = nn.BatchNorm1d(10)
+        return nn.Sequential(norm, nn.Linear(10, 10), norm, nn.Linear(10, 4))
+
+    run = pg.train(make_job("shared", build, VECTORS), "serial", runs=tmp_path)
+    assert int(run.model()[0].num_batches_tracked) > 0  # type: ignore[index, union-attr]

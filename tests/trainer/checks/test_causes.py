@@ -151,7 +151,7 @@ class PackedDropout(nn.Module):
     [
         (
             PackedDropout,
-            "; what bernoulli draws is not each sample's own: if every draw gives ones",
+            "; what bernoulli draws is not each sample's own: if every draw gives the same number",
         ),
         (Quantized, r"; the forward fills codes, is_new from the first batch that it sees"),
         (ActNorm, r"; the forward fills scale, is_new from the first batch that it sees"),
@@ -231,6 +231,33 @@ class OtherInEval(nn.Module):
 def test_draws_are_no_cause_where_eval_mode_is_another_path(tmp_path: Path) -> None:
     with pytest.raises(pg.Refused, match="; the model mixes samples: "):
         pg.train(job("other", OtherInEval, VECTORS), "data(2)", runs=tmp_path)
+
+
+class MixesByDraws(nn.Module):
+    """Mixes each sample with the one opposite, by a weight that is each sample's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = torch.rand(len(x), 1, dtype=x.dtype)
+        return self.mlp(weight * x + (1 - weight) * x.flip(0))
+
+
+def test_draws_of_samples_are_no_cause_of_mixing(tmp_path: Path) -> None:
+    """If each weight is 1, nothing is mixed; so the weights were the cause."""
+    with pytest.raises(pg.Refused, match="; the model mixes samples: "):
+        pg.train(job("mixup", MixesByDraws, VECTORS), "data(2)", runs=tmp_path)
+
+
+def contrast(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output @ output.T, torch.arange(len(output)))
+
+
+def test_loss_that_compares_samples_gets_a_true_repair(tmp_path: Path) -> None:
+    with pytest.raises(pg.Refused, match="what it divides by adds up, and what it divides does"):
+        pg.train(job("contrast", mlp, VECTORS, loss=contrast), "data(2)", runs=tmp_path)
 
 
 class WithAuxiliary(nn.Module):

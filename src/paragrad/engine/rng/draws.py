@@ -337,10 +337,17 @@ def use_draw_source(source: DrawSourceType) -> Iterator[DrawSourceType]:
 
 
 class ConstantDraws(DrawSource):
-    """Gives ones for every draw, to see what a model does without chance."""
+    """Gives the same number for every draw, to see what a model does without chance.
+
+    Args:
+        number: The number; whole numbers are drawn as 1.
+    """
+
+    def __init__(self, number: float) -> None:
+        self.number = number
 
     def draw_numbers(self, name: str, tensor: Tensor, distribution: Distribution) -> Tensor:
-        """Fill the tensor with ones.
+        """Fill the tensor with the number.
 
         Args:
             name: Name of the kernel.
@@ -350,7 +357,7 @@ class ConstantDraws(DrawSource):
         Returns:
             The tensor.
         """
-        return tensor.fill_(1)
+        return tensor.fill_(self.number if tensor.is_floating_point() else 1)
 
 
 class _CallCounter(DrawSource):

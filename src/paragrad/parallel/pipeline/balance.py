@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -150,37 +149,38 @@ def find_separable_units(
 
 
 class BufferRecorder(TracedForward):
-    """A forward that counts the calls that change each buffer.
+    """A forward that notes in which units the value of each buffer changes.
+
+    What changes between two units counts for the first of them, because it belongs to its stage.
 
     Attributes:
-        names: The names of the buffers, by their ids.
-        changing_calls: The number of calls that changed each buffer, by name.
+        unit_number: The number of the last unit that began.
+        values: The last value of each buffer, by name.
+        changing_units: The numbers of the units that change each buffer, by name.
     """
 
     def __init__(self, staged_model: StagedModel) -> None:
         super().__init__(staged_model)
-        self.names = {id(each): name for name, each in staged_model.model.named_buffers()}
-        self.changing_calls: Counter[str] = Counter()
+        self.unit_number = 0
+        self.values = {name: each.clone() for name, each in staged_model.model.named_buffers()}
+        self.changing_units: dict[str, set[int]] = {name: set() for name in self.values}
+
+    def note_changes(self) -> None:
+        """Note the buffers that have changed since the last call."""
+        for name, each in self.staged_model.model.named_buffers():
+            if name in self.values and not is_same_value(each, self.values[name]):
+                self.values[name] = each.clone()
+                self.changing_units[name].add(self.unit_number)
 
     def run_operation(self, func: Any, args: Any, kwargs: Any, written: list[Tensor]) -> Any:
         return func(*args, **kwargs)
 
     def run_unit(self, name: str, call: Any, args: Any, kwargs: Any) -> Any:
+        self.note_changes()
         self.begin_unit(name)
-        module = self.staged_model.model.get_submodule(name)
+        self.unit_number = next(self.unit_numbers)
         with self.pause_tracing():
-            before = [
-                (inner, self.names.get(id(each), f"{name}.{inner}"), each.clone())
-                for inner, each in module.named_buffers()
-            ]
-            out = call(*args, **kwargs)
-            after = dict(module.named_buffers())
-        self.changing_calls.update(
-            full
-            for inner, full, value in before
-            if inner in after and not is_same_value(after[inner], value)
-        )
-        return out
+            return call(*args, **kwargs)
 
 
 def find_inseparable_units(model: nn.Module, units: Sequence[Unit], example: Any) -> dict[int, str]:
@@ -199,21 +199,23 @@ def find_inseparable_units(model: nn.Module, units: Sequence[Unit], example: Any
         The names of the modules with such buffers, by the number of the unit.
     """
     names = {id(each): name for name, each in model.named_buffers()}
-    users: dict[str, list[int]] = {}
+    if not names:
+        return {}
+    users: dict[str, set[int]] = {name: set() for name in names.values()}
     for number, (unit, _) in enumerate(units):
         for buffer in model.get_submodule(unit).buffers():
-            users.setdefault(names[id(buffer)], []).append(number)
-    if not any(len(numbers) > 1 for numbers in users.values()):
-        return {}
+            users[names[id(buffer)]].add(number)
     with preserve_all_state(LossModule(model, PLACEHOLDER_LOSS)), torch.no_grad():
         recorder = BufferRecorder(StagedModel(model, [units]))
         recorder.run_forward(clone_batch(example))
-    return {
-        number: name.rpartition(".")[0] or "the model"
-        for name, numbers in users.items()
-        if recorder.changing_calls[name] > 1
-        for number in range(numbers[0] + 1, numbers[-1] + 1)
-    }
+        recorder.note_changes()
+    inseparable: dict[int, str] = {}
+    for name, changing in recorder.changing_units.items():
+        if len(changing) > 1:
+            numbers = changing | users[name]
+            module = name.rpartition(".")[0] or "the model"
+            inseparable |= dict.fromkeys(range(min(numbers) + 1, max(numbers) + 1), module)
+    return inseparable
 
 
 def _enlarge_units(
@@ -406,7 +408,7 @@ def balance_stages(
     if count - len(inseparable) < stage_count:
         names = ", ".join(list(dict.fromkeys(inseparable.values()))[:3])
         raise StepFailed(
-            f"{stage_count} parts are wanted, and {count - len(inseparable)} are possible: several "
+            f"{stage_count} parts are wanted, and {count - len(inseparable)} can be made: several "
             f"calls change buffers of {names}, and they lie in one part; give fewer workers or "
             "chunks, or train it with data(n)"
         )

@@ -122,8 +122,6 @@ class PlanRecorder(TracedForward):
         self.writes_in_place = False
         self.guards = InputGuards(inputs)
         self.failed_module: nn.Module | None = None
-        for each in find_packed_sequences(inputs):
-            self.note_known_tensor(each.batch_sizes)
 
     def build_plan(self) -> CrossingPlan:
         """Build the plan after the forward."""
@@ -145,6 +143,8 @@ class PlanRecorder(TracedForward):
 
     def note_input_operation(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         self.guards.note_operation(func, args, kwargs, out)
+        if is_packing(func):
+            self.note_known_tensor(out[1])
 
     def note_use(self, tensor: Tensor, stage: int) -> None:
         """Note that a stage uses a tensor; it crosses from the stage that made it."""
@@ -169,6 +169,10 @@ class PlanRecorder(TracedForward):
             isinstance(each, FakeTensor) and each not in self.origins for each in find_tensors(tree)
         ):
             raise StepFailed(HIDDEN_TENSOR)
+        for each in find_packed_sequences(tree):
+            for numbers in each[1:]:  # sizes and orders
+                if isinstance(numbers, Tensor) and numbers not in self.origins:
+                    self.note_known_tensor(numbers)
         return tree_map_only(Tensor, self.make_fake_tensor, tree)
 
     def make_fake_tensor(self, tensor: Tensor) -> Tensor:
@@ -182,13 +186,19 @@ class PlanRecorder(TracedForward):
         return self.fake_tensors[tensor]  # type: ignore[no-any-return]
 
     def run_operation(self, func: Any, args: Any, kwargs: Any, written: list[Tensor]) -> Any:
+        tensors = find_tensors((args, kwargs))
+        if all(map(self.is_known, tensors)):
+            # values that come from the inputs alone stay known
+            out = func(*args, **kwargs)
+            self.known_tensors.update(dict.fromkeys(find_tensors(out), True))
+            return out
         out = (
             self.run_packing(func, *args)
             if is_packing(func)
             else func(*self.make_fake_tree(args), **self.make_fake_tree(kwargs))
         )
         if find_tensors(out) or written:
-            for tensor in find_tensors((args, kwargs)):
+            for tensor in tensors:
                 self.note_use(tensor, self.stage)
         if written or getattr(func, "__name__", "") == "register_hook":
             self.writes_in_place = True
@@ -213,8 +223,18 @@ class PlanRecorder(TracedForward):
         self.known_tensors[sizes] = True
         return packed, sizes
 
+    def is_known(self, tensor: Tensor) -> bool:
+        """Return whether the values of a tensor come from the inputs alone."""
+        return tensor in self.known_tensors or not (
+            tensor in self.origins
+            or id(tensor) in self.model_tensors
+            or isinstance(tensor, FakeTensor)
+        )
+
     def note_known_tensor(self, tensor: Tensor) -> None:
         """Note a tensor that comes from the inputs alone; other values of it want another plan."""
+        if tensor in self.known_tensors or isinstance(tensor, FakeTensor):
+            return
         self.known_tensors[tensor] = True
         self.note_input_operation(Tensor.tolist, (tensor,), {}, tensor.tolist())
 

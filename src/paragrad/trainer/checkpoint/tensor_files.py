@@ -11,6 +11,7 @@ import json
 import os
 import re
 import stat
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -109,7 +110,11 @@ class _ComplexModelAdapter:
         return {name: _encode_complex(tensor) for name, tensor in self.model.state_dict().items()}
 
     def load_state_dict(self, state: dict[str, Tensor], strict: bool) -> Any:
-        return self.model.load_state_dict(_decode_complex(state, self.pair_names), strict=strict)
+        decoded: Any = OrderedDict(_decode_complex(state, self.pair_names))
+        # Without versions torch takes it for an old file, and fills in counts of batch norms, also
+        # under a second name of a shared one.
+        decoded._metadata = self.model.state_dict()._metadata
+        return self.model.load_state_dict(decoded, strict=strict)
 
 
 def _encode_complex(tensor: Tensor) -> Tensor:
