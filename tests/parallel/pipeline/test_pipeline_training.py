@@ -1204,6 +1204,7 @@ class Packed(nn.Module):
     ],
 )
 @pytest.mark.sample(4)
+@pytest.mark.story
 def test_packed_sequences_equal_serial(pool: Launcher, row: str, dropout: float) -> None:
     """No forward without values could pack, and dropout on packed values was refused."""
     job = make_job("packed", functools.partial(Packed, dropout), SEQUENCES)
