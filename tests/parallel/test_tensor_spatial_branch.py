@@ -1017,7 +1017,9 @@ class InnerGradient(torch.autograd.Function):
     """Takes gradients in its backward; that of an output that nothing uses is None."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor
+    ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         with torch.enable_grad():
             inputs = [each.detach().requires_grad_() for each in (x, weight, bias)]
@@ -1027,7 +1029,9 @@ class InnerGradient(torch.autograd.Function):
         return hidden.detach(), unused.detach()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(  # type: ignore[override]
+        ctx: Any, *gradients: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         inputs, outputs = ctx.inner
         pairs = [
             (output, gradient)

@@ -289,6 +289,7 @@ TEXTS = [(torch.arange(1, 2 + place % 5), torch.tensor(place % 4)) for place in 
 
 def test_explanations_refuse_no_job(tmp_path: Path) -> None:
     """A model that gives another output in eval mode was refused, under serial too."""
-    padded = job("padded", WithAuxiliary, TEXTS, loss=auxiliary_loss, collate=pad_texts, batch=8)  # type: ignore[arg-type]
+    texts: Any = TEXTS
+    padded = job("padded", WithAuxiliary, texts, loss=auxiliary_loss, collate=pad_texts, batch=8)
     losses = [pg.train(padded, each, runs=tmp_path).losses for each in ("serial", "data(2)")]
     torch.testing.assert_close(*map(torch.tensor, losses))
