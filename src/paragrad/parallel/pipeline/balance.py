@@ -38,6 +38,8 @@ ROUNDS = 3  # runs of each measurement, of which the quickest counts
 # how much longer a stage may take if the cut then opens fewer modules: inside of an opened module
 # every operation is traced
 MAX_SLOWDOWN = 1.1
+# a buffer of at most so many elements is compared by value also if its version is the same
+MAX_COMPARED_ELEMENTS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,7 @@ class BufferRecorder(TracedForward):
     Attributes:
         unit_number: The number of the last unit that began.
         values: The last value of each buffer, by name.
+        versions: The identity and version of each buffer when its value was taken, by name.
         changing_units: The numbers of the units that change each buffer, by name.
     """
 
@@ -163,12 +166,21 @@ class BufferRecorder(TracedForward):
         super().__init__(staged_model)
         self.unit_number = 0
         self.values = {name: each.clone() for name, each in staged_model.model.named_buffers()}
+        self.versions = {
+            name: (id(each), each._version) for name, each in staged_model.model.named_buffers()
+        }
         self.changing_units: dict[str, set[int]] = {name: set() for name in self.values}
 
     def note_changes(self) -> None:
         """Note the buffers that have changed since the last call."""
         for name, each in self.staged_model.model.named_buffers():
-            if name in self.values and not is_same_value(each, self.values[name]):
+            if name not in self.values:
+                continue
+            version = id(each), each._version
+            # a write by .data has no version; a large buffer, such as a mask, takes long to compare
+            may_change = version != self.versions[name] or each.numel() <= MAX_COMPARED_ELEMENTS
+            self.versions[name] = version
+            if may_change and not is_same_value(each, self.values[name]):
                 self.values[name] = each.clone()
                 self.changing_units[name].add(self.unit_number)
 
