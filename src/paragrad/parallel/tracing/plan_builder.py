@@ -215,10 +215,9 @@ class PlanRecorder(TracedForward):
         Raises:
             StepFailed: The model makes the lengths.
         """
-        if lengths not in self.known_tensors:
-            if lengths in self.origins or isinstance(lengths, FakeTensor):
-                raise StepFailed(MADE_LENGTHS)
-            self.note_known_tensor(lengths)
+        if not self.is_known(lengths):
+            raise StepFailed(MADE_LENGTHS)
+        self.note_known_tensor(lengths)
         packed, sizes = run_packing(func, self.make_fake_tensor(data), lengths, *rest)
         self.known_tensors[sizes] = True
         return packed, sizes
