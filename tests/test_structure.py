@@ -203,6 +203,7 @@ PARTS = {
     "PaceObserver",
     "NoiseObserver",
     "RecordObserver",
+    "LifeObserver",
 }
 
 

@@ -1,4 +1,4 @@
-"""Observers of a training step: the pace of a rank, the gradient noise, and the record."""
+"""Observers of a training step: the pace of a rank, gradient noise, the record, signs of life."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
+from paragrad.engine.optimizer.optimizer_state import get_learning_rate
 from paragrad.engine.passes import LossSums
 from paragrad.trainer.batch import Batch
 from paragrad.trainer.pace import Pace
@@ -67,13 +68,12 @@ class NoiseObserver(StepObserver):
         """
         self.training.noise.measure_mean_gradient(self.training.exchange.gather_mean_gradients)
 
-    def finish(self, batch: Batch, sums: LossSums, rate: float) -> None:
+    def finish(self, batch: Batch, sums: LossSums) -> None:
         """Stop measuring, so that a rehearsal of the next step is not measured.
 
         Args:
             batch: This rank's part of the global batch.
             sums: The sums of the loss over this rank's share.
-            rate: The learning rate of the update.
         """
         self.training.noise.end_step()
 
@@ -87,14 +87,23 @@ class RecordObserver(StepObserver):
 
     def __init__(self, training: Training) -> None:
         self.training = training
+        self.rate = 0.0
 
-    def finish(self, batch: Batch, sums: LossSums, rate: float) -> None:
+    def observe_mean_gradients(self, loss: float, weight: float) -> None:
+        """Keep the learning rate of the update; the scheduler changes it after the update.
+
+        Args:
+            loss: The mean loss.
+            weight: The global weight.
+        """
+        self.rate = get_learning_rate(self.training.state.optimizer)
+
+    def finish(self, batch: Batch, sums: LossSums) -> None:
         """Write the line of a step.
 
         Args:
             batch: This rank's part of the global batch.
             sums: The sums of the loss over this rank's share.
-            rate: The learning rate of the update.
         """
         training, exchange = self.training, self.training.exchange
         # One of the ranks with a share records it.
@@ -105,7 +114,27 @@ class RecordObserver(StepObserver):
             epoch=batch.epoch,
             loss=[sums.loss, sums.weight] if is_recorded else [0.0, 0.0],
             order=batch.recorded_ranges if is_recorded else [],
-            lr=rate,
+            lr=self.rate,
             sent=dict(exchange.sent_bytes),
             **training.noise.record_entry,
         )
+
+
+class LifeObserver(StepObserver):
+    """Notes each step as a sign of life, which the launcher of a rank looks for.
+
+    Args:
+        training: The training.
+    """
+
+    def __init__(self, training: Training) -> None:
+        self.training = training
+
+    def finish(self, batch: Batch, sums: LossSums) -> None:
+        """Note that the training has come further.
+
+        Args:
+            batch: This rank's part of the global batch.
+            sums: The sums of the loss over this rank's share.
+        """
+        self.training.world.stop.beat()

@@ -47,13 +47,12 @@ class StepObserver:
             weight: The global weight.
         """
 
-    def finish(self, batch: Batch, sums: LossSums, rate: float) -> None:
+    def finish(self, batch: Batch, sums: LossSums) -> None:
         """Look at the finished step, before it is counted.
 
         Args:
             batch: This rank's part of the global batch.
             sums: The sums of the loss over this rank's share.
-            rate: The learning rate of the update.
         """
 
 

@@ -46,7 +46,12 @@ from paragrad.trainer.checks.step_checker import StepChecker
 from paragrad.trainer.evaluation import Metric, choose_evaluation_batch, evaluate_dataset
 from paragrad.trainer.evaluation_batches import choose_test_batch
 from paragrad.trainer.model_partition import is_shared_per_host
-from paragrad.trainer.observers import NoiseObserver, PaceObserver, RecordObserver
+from paragrad.trainer.observers import (
+    LifeObserver,
+    NoiseObserver,
+    PaceObserver,
+    RecordObserver,
+)
 from paragrad.trainer.pace import Pace, SlowRanks
 from paragrad.trainer.settings import Settings
 from paragrad.trainer.setup import TrainerOptions
@@ -149,7 +154,7 @@ class Trainer:
         else:
             initial_model = InitialModel(job.build_model_to_train().to(world.device))
         optimizer = job.optimizer(initial_model.model.parameters())
-        return cls(
+        trainer = cls(
             world,
             initial_model.model,
             job.build_loss(world.device),
@@ -178,6 +183,8 @@ class Trainer:
             job.scheduler(optimizer) if job.scheduler else None,
             initial_model,
         )
+        trainer.training.add_observer(LifeObserver(trainer.training))
+        return trainer
 
     # ---- what a loop reads -------------------------------------------------------------------
     @property

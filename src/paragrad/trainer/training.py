@@ -29,10 +29,7 @@ from paragrad.engine.exchange import (
 from paragrad.engine.gradient_noise import GradientNorms
 from paragrad.engine.layout import Layout, OptimizerState, check_loss_ranks
 from paragrad.engine.loss_scale import LossScale, has_overflow
-from paragrad.engine.optimizer.optimizer_state import (
-    copy_unsaved_values,
-    get_learning_rate,
-)
+from paragrad.engine.optimizer.optimizer_state import copy_unsaved_values
 from paragrad.engine.passes import COUNTED_STEPS, LossSums, enter_pass_contexts, run_passes
 from paragrad.engine.probe import Probe
 from paragrad.engine.rng.draws import (
@@ -381,7 +378,6 @@ class Training:
                         weight = checker.resolve_weight(
                             batch, inputs, target, weight, doubtful_weight
                         )
-                    rate = get_learning_rate(state.optimizer)
                     loss = self.take_mean(sums, totals, weight)
                     for each in self.observers:
                         each.observe_mean_gradients(loss, weight)
@@ -401,7 +397,7 @@ class Training:
             raise self.report_failure(cause, self.setup.strategy.trains_clients) from cause
         stop_requests = totals.stop_requests + self.exchange.stop_requests
         result = StepResult(loss, weight, stop_requests > 0)
-        self._finish_step(batch, sums, rate)
+        self._finish_step(batch, sums)
         return result
 
     def compute_gradients(
@@ -573,7 +569,7 @@ class Training:
         self.exchange.keep_weight_share(weight / (totals.weight or 1.0))
         return sums._replace(loss=loss, weight=weight), totals
 
-    def _finish_step(self, batch: Batch, sums: LossSums, rate: float) -> None:
+    def _finish_step(self, batch: Batch, sums: LossSums) -> None:
         setup = self.setup
         if setup.layout.is_partitioned:
             self.exchange.count_bytes("parts", setup.layout.sent_bytes, computed=True)
@@ -584,8 +580,7 @@ class Training:
             allocator.return_freed_memory()
         own_sums = LossSums(sums.loss * sums.used_divisor, sums.weight)
         for each in self.observers:
-            each.finish(batch, own_sums, rate)
-        setup.world.stop.beat()
+            each.finish(batch, own_sums)
         self.state.count_step()
 
     # ---- what passes ask their host ----------------------------------------------------------
