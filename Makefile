@@ -1,7 +1,7 @@
 # make demo    set everything up and run the main job          make check   style, types, structure and pure tests, under a minute
 # make test    set everything up and pass all tests            make table   all tests but the zoo: the whole tables
 # make system  Debian packages that some tests use             make clean   remove what make made
-# make zoo     models from elsewhere, all of them: writes docs/models.md (over an hour)
+# make zoo     models from elsewhere, all of them: writes docs/same_training/models.md (over an hour)
 # make cuts    those that can be cut, in two at every place there is (hours)
 # make versions    a part of the tests on the lowest and on the newest versions of what paragrad stands on, in .venv-lowest, .venv-newest
 
@@ -37,7 +37,7 @@ table: .venv/ready
 
 # the page is written also where rows are not as expected, and says which
 zoo: .venv/zoo
-	PARAGRAD_MODELS_PAGE=docs/models.md $(BIN)/pytest tests/zoo --ignore tests/zoo/test_zoo_cut_points.py --timeout 300 --numprocesses 2 --dist worksteal
+	PARAGRAD_MODELS_PAGE=docs/same_training/models.md $(BIN)/pytest tests/zoo --ignore tests/zoo/test_zoo_cut_points.py --timeout 300 --numprocesses 2 --dist worksteal
 
 cuts: .venv/zoo
 	$(BIN)/pytest tests/zoo/test_zoo_cut_points.py --timeout 1800 --numprocesses 2 --dist worksteal

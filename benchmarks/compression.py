@@ -55,7 +55,7 @@ SIZES = (4, 16, 64)  # ranks
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--page", action="store_true", help="write the table of docs/compression.md"
+        "--page", action="store_true", help="write the table of docs/techniques/compression.md"
     )
 
 
@@ -107,7 +107,7 @@ def page(bench: Bench, costs: dict[str, list[float]], hooks: dict[str, list[floa
         )
         for name, each in hooks.items()
     ]
-    path = DOCS / "compression.md"
+    path = DOCS / "techniques" / "compression.md"
     text = filled(path.read_text(), "costs", table(("", "ms", "GB/s", "over `copy_`"), rows))
     text = filled(
         text,

@@ -7,7 +7,7 @@
 
 | endings | what is drawn |
 |---|---|
-| refusal | a row of docs/refused.md |
+| refusal | a row of docs/reference/refused.md |
 | fault | an exception in a part of the job, a nan or a wrong shape, after some steps |
 | kill | SIGKILL of a rank or of the launcher; SIGTERM or SIGINT, once or twice, at any moment |
 | signal | SIGTERM or SIGINT to a run that stands in a forward, a collective, a loader, or C code |

@@ -2,7 +2,7 @@
 moments of a training.
 
     python benchmarks/faults.py --check --data DIR python benchmarks/faults.py --check --page
-    --data DIR       # the same, written into docs/server.md
+    --data DIR       # the same, written into docs/techniques/server.md
 
 | figure | bar |
 |---|---|
@@ -65,7 +65,7 @@ KINDS = dict.fromkeys(
     ("worker killed", "worker stopped", "workers joining", "server killed"), ("asp", "ssp(4)")
 )
 LIMIT = 2.0  # seconds for a worker's ticket, where one is stopped
-PAGE = DOCS / "server.md"
+PAGE = DOCS / "techniques" / "server.md"
 RESULTS = FIGURES / "faults.json"
 GUESTS = 3  # that are there at a time
 PACE = 0.1  # seconds of a share where workers join: time for them to be there
@@ -321,7 +321,9 @@ def left_over() -> int:
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", default=os.environ.get("PARAGRAD_DATA"), help="folder of mnist")
     parser.add_argument(
-        "--page", action="store_true", help="write the table of docs/server.md, and its figures"
+        "--page",
+        action="store_true",
+        help="write the table of docs/techniques/server.md, and its figures",
     )
 
 

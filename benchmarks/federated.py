@@ -2,7 +2,7 @@
 how many of them take part.
 
     python benchmarks/federated.py --check --data DIR python benchmarks/federated.py --check
-    --page --data DIR        # the same, written into docs/federated.md
+    --page --data DIR        # the same, written into docs/techniques/federated.md
 
 | figure | bar |
 |---|---|
@@ -37,7 +37,7 @@ MOST = 200
 SPLITS = ("even", "dirichlet(1.0)", "dirichlet(0.1)")
 FRACTIONS = (0.1, 0.5)
 KINDS = {"counts", "weights", "tests"}
-PAGE = DOCS / "federated.md"
+PAGE = DOCS / "techniques" / "federated.md"
 RESULTS = FIGURES / "federated.json"
 
 
@@ -101,7 +101,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", default=os.environ.get("PARAGRAD_DATA"), help="folder of mnist")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument(
-        "--page", action="store_true", help="write the table of docs/federated.md, and its figures"
+        "--page",
+        action="store_true",
+        help="write the table of docs/techniques/federated.md, and its figures",
     )
 
 

@@ -3,7 +3,7 @@ accuracy.
 
     python benchmarks/local_sgd.py --check --data DIR           # hosts of this machine at 100
     Mbit/s (root, iproute2) python benchmarks/local_sgd.py --check --page --data DIR    # the
-    same, written into docs/local.md
+    same, written into docs/techniques/local.md
 
 | figure | bar |
 |---|---|
@@ -53,7 +53,7 @@ STRATEGIES = [
     "local(4, every=64, outer=nesterov)",
     "local(4, every=16, outer=elastic)",
 ]
-PAGE = DOCS / "local.md"
+PAGE = DOCS / "techniques" / "local.md"
 RESULTS = FIGURES / "local_sgd.json"
 
 
@@ -154,7 +154,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--data", default=os.environ.get("PARAGRAD_DATA"), help="folder of mnist")
     parser.add_argument(
-        "--page", action="store_true", help="write the table of docs/local.md, and its figures"
+        "--page",
+        action="store_true",
+        help="write the table of docs/techniques/local.md, and its figures",
     )
 
 

@@ -1,7 +1,7 @@
 """Messages between two ranks of one host: over gloo, and over shm.
 
     python benchmarks/messages.py --check           # both ranks on this machine, one thread
-    each python benchmarks/messages.py --check --page    # the same, written into docs/shm.md
+    each python benchmarks/messages.py --check --page    # the same, written into docs/techniques/shm.md
 
 | figure | bar |
 |---|---|
@@ -54,7 +54,7 @@ BESIDE = "beside work"
 # of matrices of 256 x 256, the work beside which messages go: about 5 ms
 PRODUCTS = 10
 STRATEGIES = {"data(2, reduce=ring)": 1.5, "pipeline(2, micro=4)": None}
-PAGE = DOCS / "shm.md"
+PAGE = DOCS / "techniques" / "shm.md"
 RESULTS = FIGURES / "messages.json"
 
 
@@ -76,7 +76,9 @@ def main() -> None:
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument(
-        "--page", action="store_true", help="write the table of docs/shm.md, and its figures"
+        "--page",
+        action="store_true",
+        help="write the table of docs/techniques/shm.md, and its figures",
     )
 
 

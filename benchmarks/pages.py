@@ -25,7 +25,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def shown(plot: str, told: str) -> str:
     """A plot of the figures, with what it shows, below a table."""
     told = told[0].upper() + told[1:]
-    return f"\n\n![{told}](figures/{plot}.svg)\n\n{told}."
+    return f"\n\n![{told}](../figures/{plot}.svg)\n\n{told}."
 
 
 def kept(name: str, parts: Sequence[str] | None) -> Path:

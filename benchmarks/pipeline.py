@@ -3,7 +3,7 @@ gloo and over shm, and bounds.
 
     python benchmarks/pipeline.py --check           # both ranks on this machine, one thread
     each python benchmarks/pipeline.py --check --page    # the same, written into
-    docs/pipeline.md
+    docs/techniques/pipeline.md
 
 | figure | bar |
 |---|---|
@@ -23,7 +23,7 @@ seconds each that is T (m + p - 1)/m; the first layer's input wants no gradient,
 has 11 products where rank 1 has 12.) Ours is a whole training, timed by its record from step to
 step; torch's is a loop over batches cut out of tensors in memory. Beside it, without a bar: one
 worker with all threads, and our other schedules. The timeline learns in five steps of a run
-what tasks take, and foretells those after them (`planner/step_timeline.py`, docs/timeline.md); a
+what tasks take, and foretells those after them (`planner/step_timeline.py`, docs/how_to/timeline.md); a
 rank waits where it does nothing of its own.
 """
 
@@ -106,7 +106,7 @@ SETTINGS = [
 ]
 OURS = ("one_f_one_b", "gpipe", "zero_bubble")
 PEERS = ("torch's 1F1B on gloo", "torch's 1F1B on shm", "the bound", "serial")
-PAGE = DOCS / "pipeline.md"
+PAGE = DOCS / "techniques" / "pipeline.md"
 RESULTS = FIGURES / "pipeline.json"
 
 
@@ -159,7 +159,9 @@ def main() -> None:
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument(
-        "--page", action="store_true", help="write the table of docs/pipeline.md, and its figures"
+        "--page",
+        action="store_true",
+        help="write the table of docs/techniques/pipeline.md, and its figures",
     )
 
 

@@ -2,7 +2,7 @@
 over ranks.
 
     python benchmarks/ring_vs_tree.py               # everything, an hour and a half; writes
-    docs/ring-vs-tree.md and its plots python benchmarks/ring_vs_tree.py --only links  # one
+    docs/results/ring_vs_tree.md and its plots python benchmarks/ring_vs_tree.py --only links  # one
     part; the page keeps the figures of the others
 
 | part     | what                                                                                                        |

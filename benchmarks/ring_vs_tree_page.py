@@ -1,6 +1,6 @@
 """The page of the ring-versus-tree experiment, and its plots, from what ring_vs_tree.py found.
 
-The text of docs/ring-vs-tree.md is written by hand; what stands between `<!-- NAME -->` and
+The text of docs/results/ring_vs_tree.md is written by hand; what stands between `<!-- NAME -->` and
 `<!-- end -->` is written here.
 """
 
@@ -21,7 +21,7 @@ from ring_vs_tree_tables import NAMES, ORDER, STEPS, Found, foretold, of_ranks, 
 
 from paragrad.report.charts import COLOURS, MARKERS
 
-PAGE = DOCS / "ring-vs-tree.md"
+PAGE = DOCS / "results" / "ring_vs_tree.md"
 
 
 def accuracy_figures(bench: Bench, found: Found) -> None:
@@ -55,7 +55,7 @@ def write(found: Found) -> None:
             block = table(found)
             if draw:
                 draw(found, FIGURES / f"ring_vs_tree_{name}.svg")
-                block = f"![{told}](figures/ring_vs_tree_{name}.svg)\n\n{block}"
+                block = f"![{told}](../figures/ring_vs_tree_{name}.svg)\n\n{block}"
             text = filled(text, name, block)
     PAGE.write_text(text)
 

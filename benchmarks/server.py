@@ -3,7 +3,7 @@ server's link is full.
 
     python benchmarks/server.py --check             # hosts of this machine at 100 Mbit/s (root,
     iproute2) python benchmarks/server.py --check --page      # the same, written into
-    docs/server.md
+    docs/techniques/server.md
 
 | figure                                                                                             | bar          |
 |----------------------------------------------------------------------------------------------------|--------------|
@@ -78,7 +78,7 @@ MEGABITS = 100
 MOST = ("server(4, servers=4)", 4, 4)
 # of a training on hosts, of which the first three are not counted
 STEPS = 7
-PAGE = DOCS / "server.md"
+PAGE = DOCS / "techniques" / "server.md"
 RESULTS = FIGURES / "server.json"
 
 
@@ -372,7 +372,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--only", choices=("copies", "steps"), help="one of the two parts")
     parser.add_argument(
-        "--page", action="store_true", help="write the tables of docs/server.md, and their figures"
+        "--page",
+        action="store_true",
+        help="write the tables of docs/techniques/server.md, and their figures",
     )
 
 

@@ -1,7 +1,7 @@
 """Workers that are slow, always or now and then: who waits for them, and who does not.
 
     python benchmarks/stragglers.py --check --data DIR python benchmarks/stragglers.py --check
-    --page --data DIR   # the same, written into docs/server.md
+    --page --data DIR   # the same, written into docs/techniques/server.md
 
 | figure | bar |
 |---|---|
@@ -52,7 +52,7 @@ CASES = {
     SOMETIMES: (BSP, BACKUP, SSP, ASP, LOCAL),
 }
 PACE = 0.05
-PAGE = DOCS / "server.md"
+PAGE = DOCS / "techniques" / "server.md"
 RESULTS = FIGURES / "stragglers.json"
 PLOT = FIGURES / "stragglers.svg"
 TOLD = (
@@ -118,7 +118,9 @@ def drawn(curves: dict[str, dict[str, list[tuple[float, float]]]]) -> None:
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", default=os.environ.get("PARAGRAD_DATA"), help="folder of mnist")
     parser.add_argument(
-        "--page", action="store_true", help="write the table of docs/server.md, and its figures"
+        "--page",
+        action="store_true",
+        help="write the table of docs/techniques/server.md, and its figures",
     )
 
 

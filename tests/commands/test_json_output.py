@@ -1,5 +1,6 @@
-"""What verbs print as JSON is what docs/json.md says; the command and Python begin with the
-same settings.
+"""What verbs print as JSON is what docs/reference/json.md says.
+
+The command and Python begin with the same settings.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ VERBS = {
 
 
 def documented(verb: str) -> set[str]:
-    text = (ROOT / "docs" / "json.md").read_text(encoding="utf-8").split("\n## ")[0]
+    text = (ROOT / "docs" / "reference" / "json.md").read_text(encoding="utf-8").split("\n## ")[0]
     rows = re.findall(r"^\| `([^`]+)` \| ([^|]+) \| .+ \|$", text, re.MULTILINE)
     assert len({key for key, _ in rows}) == len(rows) > 80
     assert {each for _, verbs in rows for each in verbs.split(", ")} == {*VERBS, "measure"}

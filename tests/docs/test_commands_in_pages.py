@@ -17,7 +17,7 @@ import pytest
 pytestmark = [pytest.mark.processes, pytest.mark.story]
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCED = re.compile(
     r"^```(sh|console|python)\n(.*?)^```$|`(python -c \".+?\")`", re.MULTILINE | re.DOTALL
 )
@@ -77,10 +77,10 @@ LONG = {
     "work.md",
     "simulate.md",
     "own_all_reduce.md",
-    "coming_from_ddp.md",
+    "from_ddp.md",
     "resume.md",
     "timeline.md",
-    "memory.md",
+    "memory_budget.md",
     "halving.md",
     "butterfly.md",
     "two_level.md",

@@ -25,7 +25,7 @@ from paragrad.strategies.data import ALL_REDUCE_SCHEDULES
 pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(
     r"^```console\n\$ paragrad ((?:draw|work|train .* --dry-run).*)\n((?:.*\n)*?)```$", re.MULTILINE
 )
@@ -54,7 +54,7 @@ def test_every_algorithm_is_drawn() -> None:
 
 @pytest.mark.parametrize("name", [each.name for each in ALL_REDUCE_SCHEDULES])
 def test_counts_in_pages_are_those_of_the_proof(name: str) -> None:
-    text = (ROOT / "docs" / f"{name}.md").read_text()
+    text = (ROOT / "docs" / "techniques" / f"{name}.md").read_text()
     (schedule,) = re.findall(r"print\(prove_schedule\((pg\..+), \d+, 960\)\)", text)
     rows = [
         tuple(map(int, row))
@@ -70,7 +70,7 @@ def test_counts_in_pages_are_those_of_the_proof(name: str) -> None:
 def test_all_reduce_costs_in_pages_are_the_printed_ones(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = (ROOT / "docs" / "all_reduce.md").read_text()
+    text = (ROOT / "docs" / "techniques" / "all_reduce.md").read_text()
     ((code, printed),) = re.findall(
         rf"```python\n# {name}.py\n(.*?)```\n\n```\n(.*?)```", text, re.DOTALL
     )
@@ -149,7 +149,7 @@ def test_dataset_of_your_data_page_trains(tmp_path: Path, monkeypatch: pytest.Mo
     """The page had no example. This one is saved and run as typed, and learns what it is
     about.
     """
-    text = (ROOT / "docs" / "your_data.md").read_text()
+    text = (ROOT / "docs" / "how_to" / "your_data.md").read_text()
     code = re.search(
         r"```python\n# readings.py\n(.*?)```\n\n```sh\n.venv/bin/paragrad ([^\n]*)\n```",
         text,
@@ -168,7 +168,10 @@ def test_dataset_of_your_data_page_trains(tmp_path: Path, monkeypatch: pytest.Mo
 def test_every_field_of_a_job_has_a_table_row() -> None:
     """No page listed what a Job takes."""
     text = (
-        (ROOT / "docs" / "jobs.md").read_text().split("## The fields of a Job")[1].split("\n## ")[0]
+        (ROOT / "docs" / "reference" / "jobs.md")
+        .read_text()
+        .split("## The fields of a Job")[1]
+        .split("\n## ")[0]
     )
     rows = re.findall(r"^\| `(\w+)` \| .+ \| (?:`(.+?)`.*|needed) \|$", text, re.MULTILINE)
     assert [name for name, _ in rows] == [field.name for field in fields(Job)]
@@ -262,7 +265,11 @@ def test_every_job_in_the_pages_equals_serial(
 
 @pytest.mark.parametrize(
     ("page", "example"),
-    [("own_loop.md", "own_loop.py"), ("hook.md", "ddp_hook.py"), ("callbacks.md", "callbacks.py")],
+    [
+        ("start/your_loop.md", "own_loop.py"),
+        ("how_to/ddp_hook.md", "ddp_hook.py"),
+        ("how_to/callbacks.md", "callbacks.py"),
+    ],
 )
 def test_pages_show_the_tested_examples(page: str, example: str) -> None:
     """Code and commands are the example's, which test_examples.py runs as it says."""

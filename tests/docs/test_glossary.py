@@ -16,7 +16,7 @@ import pytest
 pytestmark = pytest.mark.pure
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "glossary.md"
+PAGE = ROOT / "docs" / "reference" / "glossary.md"
 
 
 class GlossaryRow(NamedTuple):
@@ -79,9 +79,9 @@ def test_no_glossary_term_is_duplicated() -> None:
 @pytest.mark.parametrize("row", ROWS, ids=[row.term for row in ROWS])
 def test_module_of_a_term_names_it(row: GlossaryRow) -> None:
     path = ROOT / "src" / row.module
-    assert path.is_file(), f"docs/glossary.md: {row.module} does not exist"
+    assert path.is_file(), f"docs/reference/glossary.md: {row.module} does not exist"
     docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
     assert contains_term(docstring, row.term), (
         f"{row.module} does not name {row.term!r} in its docstring; add the term there, or change "
-        "the row in docs/glossary.md"
+        "the row in docs/reference/glossary.md"
     )

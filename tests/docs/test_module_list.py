@@ -1,4 +1,4 @@
-"""The list of modules, docs/modules.md, which is generated from their docstrings.
+"""The list of modules, docs/developers/modules.md, which is generated from their docstrings.
 
 `python tests/docs/test_module_list.py` writes the page again.
 """
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.pure
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "paragrad"
-PAGE = ROOT / "docs" / "modules.md"
+PAGE = ROOT / "docs" / "developers" / "modules.md"
 COMMAND = "python tests/docs/test_module_list.py"
 
 HEADER = f"""# Modules
@@ -121,12 +121,14 @@ def test_module_list_is_up_to_date() -> None:
 
 def test_files_named_by_pages_exist() -> None:
     """A page that explains the code must not name files that were renamed."""
-    for page in ("architecture", "server", "pipeline", "tensor", "compression", "federated"):
-        text = (ROOT / "docs" / f"{page}.md").read_text()
+    for page in (ROOT / "docs").rglob("*.md"):
+        if page.parent.name not in ("techniques", "developers"):
+            continue
+        text = page.read_text()
         for name in re.findall(r"`(?:src/paragrad/)?((?:\w+/)+\w*(?:\.py)?)`", text):
             places = (SOURCE / name, ROOT / name)
             assert "NAME" in name or any(place.exists() for place in places), (
-                f"docs/{page}.md names {name}, which does not exist"
+                f"{page.relative_to(ROOT)} names {name}, which does not exist"
             )
 
 

@@ -1,5 +1,6 @@
-"""docs/refused.md is the test: every command of its table is run, and must print its message
-and exit with 2.
+"""The commands of docs/reference/refused.md print their messages.
+
+Every command of its table is run, and must exit with 2.
 """
 
 from __future__ import annotations

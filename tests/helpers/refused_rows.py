@@ -1,4 +1,7 @@
-"""The table of docs/refused.md: each row is a command and the sentence that it must print."""
+"""The table of docs/reference/refused.md.
+
+Each row is a command and the sentence that it must print.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ JOB_FILES = ROOT / "tests" / "helpers" / "job_files"  # the commands run in this
 
 def read_rows() -> list[tuple[str, str]]:
     """Return the command and the message of each row."""
-    page = (ROOT / "docs" / "refused.md").read_text()
+    page = (ROOT / "docs" / "reference" / "refused.md").read_text()
     return re.findall(r"^\| `(.+)` \| (.+) \|$", page, re.MULTILINE)
 
 

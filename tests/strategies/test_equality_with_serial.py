@@ -1,4 +1,4 @@
-"""The same training as serial, by the definitions of docs/architecture.md."""
+"""The same training as serial, by the definitions of docs/developers/architecture.md."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What the zoo's tests share: the lines of docs/models.md, from as many processes as the tests
-run in.
+"""What the zoo's tests share: the lines of docs/same_training/models.md.
+
+They come from as many processes as the tests run in.
 """
 
 from __future__ import annotations

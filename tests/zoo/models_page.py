@@ -1,4 +1,7 @@
-"""docs/models.md from what a run of the zoo saw: row, strategy, difference, twin, verdict."""
+"""docs/same_training/models.md from what a run of the zoo saw.
+
+A line has row, strategy, difference, twin and verdict.
+"""
 
 from __future__ import annotations
 
