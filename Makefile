@@ -2,13 +2,14 @@
 # make test    set everything up and pass all tests            make table   all tests but the zoo: the whole tables
 # make system  Debian packages that some tests use             make clean   remove what make made
 # make zoo     models from elsewhere, all of them: writes docs/same_training/models.md (over an hour)
+# make docs    the site, into docs/_build/html                 (a warning is an error)
 # make cuts    those that can be cut, in two at every place there is (hours)
 # make versions    a part of the tests on the lowest and on the newest versions of what paragrad stands on, in .venv-lowest, .venv-newest
 
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test types sample check table zoo cuts versions lowest newest system clean
+.PHONY: demo test types sample check table zoo docs cuts versions lowest newest system clean
 .DEFAULT_GOAL := test
 
 demo: .venv/ready
@@ -84,5 +85,13 @@ system:
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,zoo]'
 	touch $@
 
+.venv/docs: .venv/ready
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,docs]'
+	touch $@
+
+docs: .venv/docs
+	rm -rf docs/_build
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going docs docs/_build/html
+
 clean:
-	rm -rf .venv .venv-lowest .venv-newest .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf docs/_build .venv .venv-lowest .venv-newest .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

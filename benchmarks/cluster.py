@@ -3,7 +3,7 @@ find the best?
 
     python benchmarks/cluster.py --check            # 8 hosts at 100 Mbit/s on this machine
     (root, iproute2), then one host python benchmarks/cluster.py --check --page     # the same,
-    written into docs/techniques/all_reduce.md
+    written into docs/results/all_reduce.md
 
 Every host is a set of namespaces (`hosts.py`) with one rank. First the link is measured as
 `paragrad measure` does, into a machine file; from it the clock foretells every algorithm's
@@ -64,7 +64,7 @@ SHORT = 0.1  # seconds of an exchange
 # times the best of fifteen rounds; rounds of those that come so near
 NEAR = 1.25
 AGAIN = 40
-PAGE = DOCS / "techniques" / "all_reduce.md"
+PAGE = DOCS / "results" / "all_reduce.md"
 RESULTS = FIGURES / "cluster.json"
 NAMES = {"native": "gloo's own", "auto": "`auto`"}
 FORETOLD = (MB, 4 * MB, 16 * MB)
@@ -88,7 +88,7 @@ def main() -> None:
         parser.add_argument(
             "--page",
             action="store_true",
-            help="write the tables of docs/techniques/all_reduce.md, and their figures",
+            help="write the tables of docs/results/all_reduce.md, and their figures",
         )
 
     bench = Bench(__doc__, options)

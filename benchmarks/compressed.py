@@ -2,7 +2,7 @@
 links.
 
     python benchmarks/compressed.py --check --data DIR python benchmarks/compressed.py --check
-    --page --data DIR       # the same, written into docs/techniques/compression.md python
+    --page --data DIR       # the same, written into docs/results/compression.md python
     benchmarks/compressed.py --only links --data DIR         # a part: accuracy, correction,
     links
 
@@ -80,7 +80,7 @@ DDP = "DDP"
 SPARSE = "dgc(0.01, warmup=0)"
 LINKS = {"100 Mbit/s": 100, "1 Gbit/s": 1000, "one host": None}
 PARTS = ("accuracy", "correction", "links")
-PAGE = DOCS / "techniques" / "compression.md"
+PAGE = DOCS / "results" / "compression.md"
 TOLD = (
     "milliseconds of a step, by link: of the first ones, in which `threshold` sends more than in "
     "those of the last epoch, whose bytes are told"
@@ -409,7 +409,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--page",
         action="store_true",
-        help="write the tables of docs/techniques/compression.md, and its figures",
+        help="write the tables of docs/results/compression.md, and its figures",
     )
     parser.add_argument(
         "--so-far",

@@ -2,7 +2,7 @@
 moments of a training.
 
     python benchmarks/faults.py --check --data DIR python benchmarks/faults.py --check --page
-    --data DIR       # the same, written into docs/techniques/server.md
+    --data DIR       # the same, written into docs/results/stragglers.md
 
 | figure | bar |
 |---|---|
@@ -65,7 +65,7 @@ KINDS = dict.fromkeys(
     ("worker killed", "worker stopped", "workers joining", "server killed"), ("asp", "ssp(4)")
 )
 LIMIT = 2.0  # seconds for a worker's ticket, where one is stopped
-PAGE = DOCS / "techniques" / "server.md"
+PAGE = DOCS / "results" / "stragglers.md"
 RESULTS = FIGURES / "faults.json"
 GUESTS = 3  # that are there at a time
 PACE = 0.1  # seconds of a share where workers join: time for them to be there
@@ -323,7 +323,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--page",
         action="store_true",
-        help="write the table of docs/techniques/server.md, and its figures",
+        help="write the table of docs/results/stragglers.md, and its figures",
     )
 
 

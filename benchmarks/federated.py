@@ -2,7 +2,7 @@
 how many of them take part.
 
     python benchmarks/federated.py --check --data DIR python benchmarks/federated.py --check
-    --page --data DIR        # the same, written into docs/techniques/federated.md
+    --page --data DIR        # the same, written into docs/results/federated.md
 
 | figure | bar |
 |---|---|
@@ -37,7 +37,7 @@ MOST = 200
 SPLITS = ("even", "dirichlet(1.0)", "dirichlet(0.1)")
 FRACTIONS = (0.1, 0.5)
 KINDS = {"counts", "weights", "tests"}
-PAGE = DOCS / "techniques" / "federated.md"
+PAGE = DOCS / "results" / "federated.md"
 RESULTS = FIGURES / "federated.json"
 
 
@@ -103,7 +103,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--page",
         action="store_true",
-        help="write the table of docs/techniques/federated.md, and its figures",
+        help="write the table of docs/results/federated.md, and its figures",
     )
 
 

@@ -2,7 +2,7 @@
 what the noise scale says of them.
 
     python benchmarks/large_batch.py --check --data DIR python benchmarks/large_batch.py --check
-    --page --data DIR      # the same, written into docs/techniques/large_batch.md python
+    --page --data DIR      # the same, written into docs/results/large_batch.md python
     benchmarks/large_batch.py --only sizes --data DIR        # a part: arms, batches, sizes
 
 | figure | bar |
@@ -53,7 +53,7 @@ FIRST = f"{BASE}, {OWN_RATE}"
 BEST = "linear, warm-up"
 NEAR = 0.5  # points of accuracy below the own batch: until there a rule holds
 PARTS = ("arms", "batches", "sizes")
-PAGE = DOCS / "techniques" / "large_batch.md"
+PAGE = DOCS / "results" / "large_batch.md"
 PLOT = FIGURES / "large_batch.svg"
 
 
@@ -236,7 +236,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--page",
         action="store_true",
-        help="write docs/techniques/large_batch.md, its figures and its plot",
+        help="write docs/results/large_batch.md, its figures and its plot",
     )
     parser.add_argument(
         "--so-far",

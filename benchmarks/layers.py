@@ -3,7 +3,7 @@ fastest between two hosts.
 
     python benchmarks/layers.py --check             # hosts of this machine, joined by 100
     Mbit/s (root, iproute2) python benchmarks/layers.py --check --page      # the same, written
-    into docs/techniques/integrated.md
+    into docs/results/layers.md
 
 | figure | bar |
 |---|---|
@@ -56,7 +56,7 @@ CHANNELS = (3, 64, 192, 256, 192, 128)
 KERNELS = (5, 5, 3, 3, 3)
 POOLED = (0, 1, 4)
 NEURONS = (1024, 1024, CLASSES)
-PAGE = DOCS / "techniques" / "integrated.md"
+PAGE = DOCS / "results" / "layers.md"
 RESULTS = FIGURES / "layers.json"
 
 
@@ -328,7 +328,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--page",
         action="store_true",
-        help="write the table of docs/techniques/integrated.md, and its figures",
+        help="write the table of docs/results/layers.md, and its figures",
     )
 
 

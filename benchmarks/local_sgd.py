@@ -3,7 +3,7 @@ accuracy.
 
     python benchmarks/local_sgd.py --check --data DIR           # hosts of this machine at 100
     Mbit/s (root, iproute2) python benchmarks/local_sgd.py --check --page --data DIR    # the
-    same, written into docs/techniques/local.md
+    same, written into docs/results/local_sgd.md
 
 | figure | bar |
 |---|---|
@@ -53,7 +53,7 @@ STRATEGIES = [
     "local(4, every=64, outer=nesterov)",
     "local(4, every=16, outer=elastic)",
 ]
-PAGE = DOCS / "techniques" / "local.md"
+PAGE = DOCS / "results" / "local_sgd.md"
 RESULTS = FIGURES / "local_sgd.json"
 
 
@@ -156,7 +156,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--page",
         action="store_true",
-        help="write the table of docs/techniques/local.md, and its figures",
+        help="write the table of docs/results/local_sgd.md, and its figures",
     )
 
 

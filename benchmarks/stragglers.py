@@ -1,7 +1,7 @@
 """Workers that are slow, always or now and then: who waits for them, and who does not.
 
     python benchmarks/stragglers.py --check --data DIR python benchmarks/stragglers.py --check
-    --page --data DIR   # the same, written into docs/techniques/server.md
+    --page --data DIR   # the same, written into docs/results/stragglers.md
 
 | figure | bar |
 |---|---|
@@ -52,7 +52,7 @@ CASES = {
     SOMETIMES: (BSP, BACKUP, SSP, ASP, LOCAL),
 }
 PACE = 0.05
-PAGE = DOCS / "techniques" / "server.md"
+PAGE = DOCS / "results" / "stragglers.md"
 RESULTS = FIGURES / "stragglers.json"
 PLOT = FIGURES / "stragglers.svg"
 TOLD = (
@@ -120,7 +120,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--page",
         action="store_true",
-        help="write the table of docs/techniques/server.md, and its figures",
+        help="write the table of docs/results/stragglers.md, and its figures",
     )
 
 

@@ -268,7 +268,8 @@ def test_every_job_in_the_pages_equals_serial(
     [
         ("start/your_loop.md", "own_loop.py"),
         ("how_to/ddp_hook.md", "ddp_hook.py"),
-        ("how_to/callbacks.md", "callbacks.py"),
+        ("how_to/early_stopping.md", "callbacks.py"),
+        ("how_to/logging.md", "callbacks.py"),
     ],
 )
 def test_pages_show_the_tested_examples(page: str, example: str) -> None:

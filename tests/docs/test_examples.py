@@ -77,10 +77,23 @@ def test_the_notebook(tmp_path: Path) -> None:
         kernel_name="python3",
         resources={"metadata": {"path": str(tmp_path)}},
     ).execute()
-    shown = notebook.cells[2].outputs[-1]["data"]["text/html"]
+    results = [
+        output
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+        for output in cell.outputs
+        if output.output_type in ("execute_result", "display_data")
+    ]
+    (shown,) = [
+        each.data["text/html"] for each in results if "<tr>" in each.data.get("text/html", "")
+    ]
     assert shown.count("<tr>") == 4
-    # one bar below each, whatever number of runs it made
-    for cell in notebook.cells[2:4]:
+    assert sum("image/png" in each.data for each in results) == 2  # the plots
+    assert sum("image/svg+xml" in each.data for each in results) == 1  # the drawing
+    assert any(each.data.get("text/plain", "").startswith("(True, ") for each in results)
+    # one bar below each cell that trains, whatever number of runs it made
+    trained = [cell for cell in notebook.cells if "pg.compare(" in cell.source]
+    for cell in trained:
         bars = [
             text
             for output in cell.outputs
