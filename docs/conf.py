@@ -23,6 +23,7 @@ exclude_patterns = ["_build"]
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence", "attrs_block", "dollarmath"]
 
+smartquotes = False
 # single backticks in docstrings are code
 default_role = "code"
 

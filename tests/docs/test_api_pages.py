@@ -53,8 +53,19 @@ def list_callables(kind: str, name: str) -> Iterator[tuple[str, Any, str]]:
             yield name, initial, text
         for method, value in vars(found).items():
             function = getattr(value, "__func__", value)
-            if not method.startswith("_") and inspect.isfunction(function):
-                yield f"{name}.{method}", function, inspect.getdoc(function) or ""
+            # the site leaves out what has no docstring
+            if (
+                not method.startswith("_")
+                and inspect.isfunction(function)
+                and inspect.getdoc(getattr(found, method))
+            ):
+                # an overriding method may leave its arguments to the method of its base class
+                texts = [
+                    inspect.getdoc(vars(base)[method]) or ""
+                    for base in found.__mro__
+                    if method in vars(base)
+                ]
+                yield f"{name}.{method}", function, "\n\n".join(texts)
 
 
 def test_every_public_name_has_one_entry() -> None:

@@ -300,7 +300,7 @@ def run_join(
 def run_compare(
     job: JobArgument,
     strategies: Annotated[
-        str, typer.Option(help="The strategies, separated by ;")
+        str, typer.Option(help="The strategies, with ; between them.")
     ] = DEFAULT_STRATEGIES,
     seeds: Annotated[
         int,
@@ -439,7 +439,7 @@ def run_draw(
     strategy: Annotated[
         str,
         typer.Argument(
-            help="The strategy, such as 'data(4, reduce=ring)'; several are separated by ;"
+            help="A strategy, such as 'data(4, reduce=ring)', or several, with ; between them."
         ),
     ],
     job: Annotated[

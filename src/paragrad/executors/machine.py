@@ -167,7 +167,8 @@ class Machine:
         path.write_text(json.dumps({"schema": MACHINE_SCHEMA, **asdict(self)}, indent=1) + "\n")
 
 
-# The machine of a simulation if none was measured: the reference example of docs/all_reduce.md.
+# The machine of a simulation if none was measured: the reference example of
+# docs/techniques/all_reduce.md.
 ASSUMED_MACHINE = Machine(
     {"network": Link(alpha=20e-6, beta=1 / 2e9)},
     gamma=1 / 8e9,

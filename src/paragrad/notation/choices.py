@@ -131,7 +131,11 @@ class NameList:
 
 
 class Word:
-    """One of several bare words; `none` stands for None."""
+    """One of several bare words; `none` stands for None.
+
+    Args:
+        *names: The words.
+    """
 
     def __init__(self, *names: str) -> None:
         self.names = names

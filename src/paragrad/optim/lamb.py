@@ -15,14 +15,14 @@ class Lamb(LayerwiseOptimizer):
     """Layer-wise adaptive moments for batch training.
 
     The source is You et al. 2020, arXiv 1904.00962, algorithm 2. In step t, for a parameter w with
-    gradient g,
+    gradient g::
 
         m = b1 m + (1 - b1) g           v = b2 v + (1 - b2) g^2
         r = m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay w
         w = w - lr |w| / |r| r          lr r where |w| or |r| is 0
 
-    The paper's function phi of |w| is the identity. The norms are those of whole tensors, as in
-    Lars.
+    The paper's function phi of the norm of w is the identity. The norms are those of whole tensors,
+    as in Lars.
     """
 
     def __init__(

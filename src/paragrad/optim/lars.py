@@ -13,7 +13,7 @@ from paragrad.optim.layerwise import LayerwiseOptimizer
 class Lars(LayerwiseOptimizer):
     """Layer-wise adaptive rate scaling (You, Gitman, Ginsburg 2017, arXiv 1708.03888, algorithm 1).
 
-    SGD with momentum, in which a parameter w with gradient g has a rate of its own,
+    SGD with momentum, in which a parameter w with gradient g has a rate of its own::
 
         local = trust |w| / (|g| + weight_decay |w|)            1 where |w| or |g| is 0
         v     = momentum v + lr local (g + weight_decay w)

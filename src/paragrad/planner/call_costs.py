@@ -25,7 +25,7 @@ class CallCost:
     """The cost of one call of a torch function.
 
     Attributes:
-        kind: the row of the published table (docs/work.md) that the call belongs to.
+        kind: the row of the published table (docs/reference/work.md) that the call belongs to.
 
         passes: costs of the output, of the input gradient and of the weight gradient.
 

@@ -1,9 +1,9 @@
 """Work, depth and bytes of the layers of a network, forward and backward, as whole numbers.
 
-docs/work.md has the table. Work W counts operations. An addition, a multiplication, a comparison or
-an elementary function of one number is one operation. Each term of a matrix product has two, a
-multiplication and an addition, as torch.utils.flop_counter counts it. A bias costs nothing: it
-takes the place of the zero to which the first term is added.
+docs/reference/work.md has the table. Work W counts operations. An addition, a multiplication, a
+comparison or an elementary function of one number is one operation. Each term of a matrix product
+has two, a multiplication and an addition, as torch.utils.flop_counter counts it. A bias costs
+nothing: it takes the place of the zero to which the first term is added.
 
 Depth D counts the operations on the longest chain with unlimited processors. A sum of k numbers
 takes ceil(lg k). Orders of growth: Ben-Nun & Hoefler 2018, arXiv 1802.09941.
@@ -43,7 +43,7 @@ class LayerCost:
     Attributes:
         name: the name of its module.
 
-        kind: its row in the table of docs/work.md.
+        kind: its row in the table of docs/reference/work.md.
 
         function: the torch function that it calls.
 

@@ -63,7 +63,7 @@ class Run(Record):
         return ", ".join([*facts, f"in {self.folder}"])
 
     def to_json(self) -> Line:
-        """Convert the results to plain JSON ([keys](docs/json.md)).
+        """Convert the results to plain JSON (keys: docs/reference/json.md).
 
         Returns:
             The values, by name.

@@ -12,9 +12,10 @@ from paragrad.schedules.actions import Program
 class AllReduce(Family, abstract=True):
     """An all-reduce algorithm as a value: which messages each rank sends, and in which order.
 
-    The actions are described in `actions.py`. A class of your own needs `program` only. It is then
-    known by its name, and printed, proved, drawn, timed by the clock and run like the built-in
-    ones. Options are fields made by `option(...)`, as in the built-in classes.
+    A class of your own needs `program(rank, size)` only, which generates the actions of one rank,
+    `Send` and `Recv`. The class is then known by its name, and printed, proved, drawn, timed by the
+    clock and run like the built-in ones. Options are fields made by `option(...)`, as in the
+    built-in classes.
 
     Attributes:
         reproducible: Whether the result has the same bits for every schedule and order of arrival.
@@ -39,7 +40,11 @@ class AllReduce(Family, abstract=True):
             """
 
     def parts(self, size: int) -> int:
-        """Return into how many equal parts the vector is divided; the default is one per rank."""
+        """Return into how many equal parts the vector is divided; the default is one per rank.
+
+        Args:
+            size: The number of ranks.
+        """
         return size
 
     def resolve(self, size: int, ranks_per_host: int) -> Self:

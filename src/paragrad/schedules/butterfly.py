@@ -26,7 +26,11 @@ from paragrad.schedules.compose import ComposedAllReduce
 
 
 class Butterfly(ComposedAllReduce):
-    """Butterfly, that is recursive doubling (Thakur, Rabenseifner, Gropp 2005)."""
+    """Butterfly, that is recursive doubling (Thakur, Rabenseifner, Gropp 2005).
+
+    Attributes:
+        reproducible: Whether the result has the same bits for every order of arrival.
+    """
 
     reproducible: bool = option(Flag(), default=False)
 

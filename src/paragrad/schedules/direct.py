@@ -22,7 +22,11 @@ from paragrad.schedules.compose import ComposedAllReduce
 
 
 class Direct(ComposedAllReduce):
-    """All-to-all reduce-scatter, then all-gather (as hivemind averages)."""
+    """All-to-all reduce-scatter, then all-gather (as hivemind averages).
+
+    Attributes:
+        reproducible: Whether the result has the same bits for every order of arrival.
+    """
 
     reproducible: bool = option(Flag(), default=False)
 

@@ -31,7 +31,13 @@ from paragrad.schedules.compose import SegmentedAllReduce
 
 
 class DoubleTree(SegmentedAllReduce):
-    """Two binary trees at once, half of the vector each (Sanders, Speck, Traff 2009)."""
+    """Two binary trees at once, half of the vector each (Sanders, Speck, Traff 2009).
+
+    Attributes:
+        segments: The number of segments of each half of the vector; auto: 8.
+
+        reproducible: Whether the result has the same bits for every order of arrival.
+    """
 
     # On eight ranks the trees are nearly as deep as this: filling them doubles the time.
     AUTO_SEGMENTS: ClassVar[int] = 8

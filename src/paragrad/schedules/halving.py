@@ -35,7 +35,13 @@ from paragrad.schedules.compose import SegmentedAllReduce
 
 
 class Halving(SegmentedAllReduce):
-    """Recursive halving, then recursive doubling (Rabenseifner 2004)."""
+    """Recursive halving, then recursive doubling (Rabenseifner 2004).
+
+    Attributes:
+        segments: The number of segments of a message; auto: 2.
+
+        reproducible: Whether the result has the same bits for every order of arrival.
+    """
 
     segments: int | str = option(Integer(), Word("auto"), default="auto")  # per message
     reproducible: bool = option(Flag(), default=False)

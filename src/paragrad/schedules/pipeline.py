@@ -38,7 +38,9 @@ Task = tuple[str, int, int]
 class PipelineSchedule(Family, abstract=True):
     """The order in which a rank runs its forwards and backwards.
 
-    A class of your own needs `order` only, and `chunks` if a rank has several stages.
+    A class of your own needs `order(rank, size, micro)` only, and `chunks` if a rank has several
+    stages. `order` generates the tasks of one rank: (F, B, I or W; the stage among those of the
+    rank, from 0; the micro-batch).
 
     Attributes:
         chunks: The number of stages of each rank.
@@ -102,6 +104,9 @@ class Interleaved(PipelineSchedule):
 
     The bubble is `chunks` times shorter, and there are `chunks` times more messages (arXiv
     2104.04473).
+
+    Attributes:
+        chunks: The number of stages of each rank.
     """
 
     chunks: int = option(Integer(2), default=2)

@@ -29,6 +29,8 @@ class Ring(ComposedAllReduce):
     Attributes:
         blocking: Whether sends are rendezvous sends: even ranks send first, odd ranks receive
             first.
+
+        reproducible: Whether the result has the same bits for every order of arrival.
     """
 
     blocking: bool = option(Flag(), default=False)
@@ -39,7 +41,13 @@ class Ring(ComposedAllReduce):
 
 
 class RingAsync(SegmentedAllReduce):
-    """Ring in segments: adding one overlaps the transfer of the next (as in Open MPI)."""
+    """Ring in segments: adding one overlaps the transfer of the next (as in Open MPI).
+
+    Attributes:
+        segments: The number of segments of a chunk; auto: 2.
+
+        reproducible: Whether the result has the same bits for every order of arrival.
+    """
 
     segments: int | str = option(Integer(), Word("auto"), default="auto")  # per chunk
     reproducible: bool = option(Flag(), default=False)

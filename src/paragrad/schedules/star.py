@@ -23,7 +23,11 @@ from paragrad.schedules.compose import ComposedAllReduce, RootOwnership
 
 
 class Star(ComposedAllReduce):
-    """Star: all ranks send to rank 0, which adds and sends the sum to all."""
+    """Star: all ranks send to rank 0, which adds and sends the sum to all.
+
+    Attributes:
+        reproducible: Whether the result has the same bits for every order of arrival.
+    """
 
     reproducible: bool = option(Flag(), default=False)
 

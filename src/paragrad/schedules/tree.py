@@ -21,7 +21,11 @@ from paragrad.schedules.compose import ComposedAllReduce, RootOwnership
 
 
 class Tree(ComposedAllReduce):
-    """Binomial tree: reduce to rank 0, then broadcast (Chan et al. 2007)."""
+    """Binomial tree: reduce to rank 0, then broadcast (Chan et al. 2007).
+
+    Attributes:
+        reproducible: Whether the result has the same bits for every order of arrival.
+    """
 
     reproducible: bool = option(Flag(), default=False)
 

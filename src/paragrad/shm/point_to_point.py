@@ -6,7 +6,7 @@ from the lengths of the records before it.
 
 A send is done when its last piece is in the ring, so a message that fits does not wait for its
 receiver. The pieces of a longer message are copied in and out at the same time. (One copy by the
-kernel, process_vm_readv, was tried and is slower: docs/shm.md.)
+kernel, process_vm_readv, was tried and is slower: docs/techniques/shm.md.)
 
 A third semaphore of each rank is its doorbell. A rank therefore waits in one place for everything.
 The doorbell is posted with each piece sent to the rank, and when space becomes free in a ring that

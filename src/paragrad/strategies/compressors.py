@@ -56,7 +56,11 @@ class Compressor(Family, abstract=True):
         def codec(self, shape: Sequence[int], key: int) -> Any: ...
 
     def compresses(self, shape: Sequence[int]) -> bool:
-        """Return whether a tensor of this shape is compressed; otherwise it is sent as it is."""
+        """Return whether a tensor of this shape is compressed; otherwise it is sent as it is.
+
+        Args:
+            shape: The shape of the tensor.
+        """
         return prod(shape) >= MIN_COMPRESSED_ELEMENTS
 
     def sends(self, shape: Sequence[int], item: int) -> float:
@@ -71,7 +75,11 @@ class Compressor(Family, abstract=True):
         return float(prod(shape) * item)
 
     def adapt_to_epoch(self, epoch: int) -> Self:
-        """Return the compressor of an epoch, counted from 0."""
+        """Return the compressor of an epoch.
+
+        Args:
+            epoch: The epoch, counted from 0.
+        """
         return self
 
     @property
@@ -149,7 +157,11 @@ def count_index_bytes(elements: int) -> int:
 
 
 class Threshold(Compressor):
-    """Entries above a threshold, with their values (Strom 2015 sends the threshold itself)."""
+    """Entries above a threshold, with their values (Strom 2015 sends the threshold itself).
+
+    Attributes:
+        at: The magnitude from which on an entry is sent.
+    """
 
     at: float = option(Decimal(above=-1e-300))
 
@@ -159,7 +171,11 @@ class Threshold(Compressor):
 
 
 class TopK(Compressor):
-    """The entries of largest magnitude (Aji & Heafield 2017)."""
+    """The entries of largest magnitude (Aji & Heafield 2017).
+
+    Attributes:
+        ratio: The part of the entries that is sent, above 0 and at most 1.
+    """
 
     ratio: float = option(Decimal(most=1.0))
 

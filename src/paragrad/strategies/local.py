@@ -96,9 +96,12 @@ class Local(Strategy):
         return Guarantees(exact=False, replicas_equal=False, buffers_equal=False)
 
     def is_averaging_step(self, step: int) -> bool:
-        """Return whether replicas are averaged after a step, counted from 0.
+        """Return whether replicas are averaged after a step.
 
         The last synchronous step is an averaging step too.
+
+        Args:
+            step: The step, counted from 0.
         """
         local_steps = step + 1 - self.after
         return (

@@ -89,7 +89,13 @@ class PartitionedStrategy(Strategy, abstract=True):
 
 
 class Place(PartitionedStrategy):
-    """Consecutive parts on consecutive ranks, one batch at a time (Dean et al. 2012)."""
+    """Consecutive parts on consecutive ranks, one batch at a time (Dean et al. 2012).
+
+    Attributes:
+        workers: The number of workers, one part of the model each.
+
+        cut: The modules with which parts begin, the number of modules in each part, or auto.
+    """
 
     workers: int = option(Integer())
     cut: RequestedCut | str = option(*CUT_KINDS, default="auto")

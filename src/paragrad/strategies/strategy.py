@@ -260,7 +260,11 @@ class Strategy(Family, abstract=True):
         return self
 
     def is_server(self, rank: int) -> bool:
-        """Return whether a rank of a resolved strategy is a server; servers are the last ranks."""
+        """Return whether a rank of a resolved strategy is a server; servers are the last ranks.
+
+        Args:
+            rank: The rank.
+        """
         return rank >= self.size - self.servers
 
     @property
@@ -311,7 +315,11 @@ class Strategy(Family, abstract=True):
         yield from ()
 
     def list_alternatives(self, environment: Environment) -> tuple[Strategy, ...]:
-        """List other strategies for the same training that may be faster, worth a short trial."""
+        """List other strategies for the same training that may be faster, worth a short trial.
+
+        Args:
+            environment: The machine and the launcher.
+        """
         return ()
 
     def refuse_job(
