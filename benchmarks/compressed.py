@@ -82,8 +82,8 @@ LINKS = {"100 Mbit/s": 100, "1 Gbit/s": 1000, "one host": None}
 PARTS = ("accuracy", "correction", "links")
 PAGE = DOCS / "results" / "compression.md"
 TOLD = (
-    "milliseconds of a step, by link: of the first ones, in which `threshold` sends more than in "
-    "those of the last epoch, whose bytes are told"
+    "milliseconds of a step, by link. They are of the first steps, in which `threshold` sends more "
+    "than in the last epoch, from which the bytes are"
 )
 
 

@@ -56,8 +56,8 @@ class CountingLoss(nn.Module):
     The gradient of the parameter `counter` is (weight, loss, ranks asked to stop, doubtful weight).
     Everything that sums gradients also sums these numbers in the same message: over micro-batches,
     over ranks, along any schedule. Weights are sent in units of a power of two near the divisor of
-    the step, so that they are not much larger than gradients: a reproducible sum rounds all numbers
-    of a bucket to one unit.
+    the step, so that they are not much larger than gradients. The reason is a reproducible sum: it
+    rounds all numbers of a bucket to one unit.
 
     Args:
         loss_module: The model and the loss. The model has at least one trained parameter.

@@ -1,10 +1,10 @@
 """A queue of sample ranges for asynchronous training. It also tracks which workers are alive.
 
-A ticket is one of three tasks: a share of a global batch in the exact order, a part of a test, or a
-task that one worker does for all at the end of an epoch. Every ticket is done once. If a worker
-dies, or is silent for longer than the limit, another worker gets its ticket. Servers know which
-tickets they applied, so they refuse late pushes. An epoch ends when all its tickets are done, so a
-test uses one model.
+A ticket is one of three tasks: a share of a global batch, a part of a test, or a task that one
+worker does for all at the end of an epoch. Shares have the exact order of samples. Every ticket is
+done once. If a worker dies, or is silent for longer than the limit, another worker gets its ticket.
+Servers know which tickets they applied, so they refuse late pushes. An epoch ends when all its
+tickets are done, so a test uses one model.
 
 Under ssp(s) a worker waits for its next ticket if it has done more than s tickets more than the
 slowest worker.

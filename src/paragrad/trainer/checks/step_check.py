@@ -7,9 +7,9 @@ model is partitioned, rank 0 runs it, and only if a difference is not small enou
 state is restored afterwards.
 
 The strategy then makes its own step. Between its gradients and its update, the loss, the weight,
-the gradients and the buffers are compared with the reference: in the first step on every rank, and
-later on rank 0. If the model is partitioned, the loss of some samples in a test (eval mode) is
-compared too in the first step. Modules may take other paths there than in training.
+the gradients and the buffers are compared with the reference. In the first step every rank
+compares, and later rank 0. If the model is partitioned, the loss of some samples in a test (eval
+mode) is compared too in the first step. Modules may take other paths there than in training.
 
 Rounding is measured, not assumed. Let d be the difference from serial and t that of the baseline,
 over the tensors of a module:

@@ -6,8 +6,8 @@ and the same state. The optimizer of each rank may hold a part of the parameters
 another process (a server).
 
 The operations are the same on the same numbers. So a value may differ by a few units in its last
-place, and by a small part of the largest change in its tensor: the norm of a divided gradient is
-summed in another order.
+place, and by a small part of the largest change in its tensor. The reason is the norm of a divided
+gradient, which is summed in another order.
 """
 
 from __future__ import annotations
