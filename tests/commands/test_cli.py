@@ -518,6 +518,10 @@ def test_draw_as_svg(algorithm: str, tmp_path: Path) -> None:
     assert len(set(arrows)) == len(arrows) == prove_schedule(chosen.reduce, 4, 100).messages
     paragrad("draw", words, "--svg", str(file))
     assert file.read_text() == text
+    # a variable that no style defines is black: the whole drawing was
+    assert (used := set(re.findall(r"var\((--\w+)\)", text)))
+    for theme in re.findall(r"svg \{ (.+?) \}", text):
+        assert used == set(re.findall(r"(--\w+): #", theme))
 
 
 def test_help_names_every_command() -> None:

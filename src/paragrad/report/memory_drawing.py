@@ -14,7 +14,7 @@ from paragrad.errors import Refused
 from paragrad.executors.pipeline_memory import TaskMemory
 from paragrad.report.charts import INK, MUTED, PAPER, TEXT_SIZE, convert_to_svg, open_figure
 from paragrad.report.comparison_table import format_bytes
-from paragrad.report.palette import KINDS
+from paragrad.report.palette import KINDS, add_theme_style
 
 BAR_CHARACTERS = " ▁▂▃▄▅▆▇█"
 STEEL, OCHRE, _, PLUM, ASH = KINDS
@@ -66,7 +66,7 @@ def draw_memory_text(title: str, ranks: Sequence[RankMemory], svg: Path | None =
     """
     if svg:
         try:
-            svg.write_text(draw_memory_svg(title, ranks))
+            svg.write_text(add_theme_style(draw_memory_svg(title, ranks)))
         except OSError as error:
             raise Refused(
                 f"--svg {svg}: {error.strerror}; give a file in a folder that is there and can be "

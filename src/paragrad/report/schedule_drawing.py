@@ -26,6 +26,7 @@ from paragrad.report.charts import (
     open_figure,
 )
 from paragrad.report.comparison_table import format_bytes
+from paragrad.report.palette import add_theme_style
 from paragrad.schedules.actions import Schedule, ScheduleError, format_slot
 from paragrad.strategies.strategy import ScheduleUse
 
@@ -138,7 +139,7 @@ def write_space_time_svg(
         Refused: The file cannot be written.
     """
     try:
-        file.write_text(draw_space_time_svg(schedule, size, rank_labels))
+        file.write_text(add_theme_style(draw_space_time_svg(schedule, size, rank_labels)))
     except OSError as error:
         raise Refused(
             f"--svg {file}: {error.strerror}; give a file in a folder that is there and can be "
