@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 import re
 from collections.abc import Iterator
@@ -26,10 +27,8 @@ ENTRIES = [
 
 def find_object(name: str) -> Any:
     """Return what `paragrad.NAME` is."""
-    found: Any = paragrad
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found
+    home, _, last = name.rpartition(".")
+    return getattr(importlib.import_module(".".join(filter(None, ["paragrad", home]))), last)
 
 
 def list_documented(docstring: str) -> set[str]:

@@ -132,6 +132,12 @@ def compare(
         Refused: an argument or a strategy is refused before the first run.
 
         Interrupted: on Ctrl-C. `Table(error.folder)` is the table of the finished rows.
+
+    Examples:
+        >>> import paragrad as pg
+        >>> table = pg.compare(pg.job("digits").replace(epochs=1), "serial; data(2)")
+        >>> [row.strategy for row in table.rows]
+        ['serial', 'data(2)']
     """
     if get_launched_size() is not None:
         raise Refused(

@@ -52,6 +52,13 @@ def hook(
 
     Raises:
         Refused: there is no process group, or an argument does not fit.
+
+    Examples:
+        >>> import paragrad as pg
+        >>> pg.hook("ring")
+        Traceback (most recent call last):
+        paragrad.errors.Refused: hook wants a process group; call \
+torch.distributed.init_process_group first
     """
     world = find_existing_world()
     if world is None:

@@ -118,6 +118,18 @@ def parallelize(
 
     Raises:
         Refused: before the first step.
+
+    Examples:
+        >>> import paragrad as pg, torch
+        >>> data = torch.utils.data.TensorDataset(torch.randn(64, 3), torch.randn(64, 1))
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> loss = torch.nn.functional.mse_loss
+        >>> with pg.parallelize(model, loss, optimizer, strategy="data(auto)") as trainer:
+        ...     for inputs, targets in trainer.batches(data, batch=16, epoch=0):
+        ...         result = trainer.step(inputs, targets)
+        >>> trainer.steps
+        4
     """
     settings = Settings(device=device, backend=backend, check=check)
     _check_loop_arguments(model, loss, optimizer, scheduler, clip_norm, autocast, settings)

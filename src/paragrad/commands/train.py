@@ -125,10 +125,8 @@ def train(
 
         progress: receives the progress of the run.
 
-        **settings: data, device, backend, overlap, loaders, save, resume, until, tensorboard,
-            trace, memory, machine, inject_fault, check, skip_schedule_check,
-            skip_first_step_check, timeout, slow, pace, listen, allow, limit, as in
-            `paragrad.trainer.settings.Settings`.
+        **settings: the attributes of `paragrad.trainer.settings.Settings` as keywords, such as
+            data, device, save, keep, resume, until, check, timeout and trace.
 
     Returns:
         The finished run.
@@ -139,6 +137,14 @@ def train(
         RankFailed: a rank failed.
 
         Interrupted: on Ctrl-C.
+
+    Examples:
+        >>> import paragrad as pg
+        >>> run = pg.train(pg.job("digits"), "data(2, reduce=ring)", epochs=2)
+        >>> run.sample_count.missed
+        0
+        >>> run.test > 90
+        True
     """
     if not isinstance(job, Job):
         raise Refused(f"a job is a paragrad.Job; got {type(job).__name__}")

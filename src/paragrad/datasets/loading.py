@@ -46,6 +46,11 @@ class WholeBatch:
 
     Attributes:
         collate: The function, from a list of samples to a batch.
+
+    Examples:
+        >>> import paragrad as pg
+        >>> from torch.utils.data import default_collate
+        >>> job = pg.job("digits").replace(collate=pg.WholeBatch(default_collate))
     """
 
     collate: Collate

@@ -56,6 +56,15 @@ class Stream:
 
     Raises:
         Refused: The source is no such stream, or has no length.
+
+    Examples:
+        >>> import itertools, paragrad as pg, torch
+        >>> def read(epoch):
+        ...     for number in itertools.count():
+        ...         yield torch.tensor([float(number)]), torch.tensor([2.0 * number])
+        >>> stream = pg.Stream(read, length=100)
+        >>> len(stream)
+        100
     """
 
     def __init__(

@@ -100,7 +100,18 @@ class EpochReport:
 
 
 class Callback:
-    """Base class of callbacks. Each method does nothing; override what you need."""
+    """Base class of callbacks. Each method does nothing; override what you need.
+
+    Examples:
+        >>> import paragrad as pg
+        >>> class StopEarly(pg.Callback):
+        ...     def observe_test(self, report):
+        ...         if report.value > 90:  # per cent
+        ...             return True
+        >>> run = pg.train(pg.job("digits"), epochs=9, callbacks=[StopEarly()])
+        >>> run.test > 90
+        True
+    """
 
     def start_run(self, run: RunStart) -> None:
         """Called before the first step.

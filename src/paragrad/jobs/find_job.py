@@ -45,6 +45,11 @@ def job(name: str, **arguments: Any) -> Job:
 
     Raises:
         Refused: The name or an argument is unknown; the message gives the nearest name.
+
+    Examples:
+        >>> import paragrad as pg
+        >>> pg.job("digits", width=32).batch
+        64
     """
     if name not in JOBS:
         raise Refused(describe_unknown_name("job", name, JOBS))

@@ -234,6 +234,13 @@ def accuracy(output: Tensor, target: Tensor) -> tuple[float, int]:
 
     Returns:
         (sum, weight): 100 times the number of right targets, and the number of targets.
+
+    Examples:
+        >>> import torch
+        >>> import paragrad as pg
+        >>> scores = torch.tensor([[0.1, 0.9], [0.8, 0.2]])
+        >>> pg.accuracy(scores, torch.tensor([1, 1]))
+        (100.0, 2)
     """
     right = output.argmax(1 if output.dim() > 1 else 0) == target
     return 100.0 * float(right.sum()), right.numel()

@@ -124,6 +124,13 @@ def strategy(text: str | Strategy) -> Strategy:
 
     Raises:
         Refused: If the text is no strategy, or more than one.
+
+    Examples:
+        >>> import paragrad as pg
+        >>> pg.strategy("data(4, reduce=ring)")
+        Data(4, reduce=Ring())
+        >>> print(pg.Data(4, reduce=pg.Ring()))
+        data(4, reduce=ring)
     """
     if isinstance(text, Strategy):
         return text

@@ -215,7 +215,11 @@ class Settings:
         return read_machine_file(Path(self.machine), count_cores())[0] if self.machine else None
 
     def has_reached_limit(self, steps: int) -> bool:
-        """Return whether `limit` steps are completed."""
+        """Return whether `limit` steps are completed.
+
+        Args:
+            steps: The number of completed steps.
+        """
         return self.limit is not None and steps >= self.limit
 
     def has_reached_goal(self, test: Mapping[str, float] | None, job: Job) -> bool:
