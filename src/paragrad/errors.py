@@ -27,7 +27,7 @@ NOTE_PREFIX = "paragrad: "  # of notes that paragrad adds to errors
 SPACE_REPAIRS = {
     errno.ENOSPC: "make room there",
     errno.EDQUOT: "make room there, or have the quota raised",
-    errno.EFBIG: "a process may write no longer files here: raise the limit (ulimit -f unlimited)",
+    errno.EFBIG: "a process cannot write longer files here: raise the limit (ulimit -f unlimited)",
 }
 
 
@@ -51,7 +51,7 @@ class Interrupted(KeyboardInterrupt):
 
     def __init__(self, folder: Path, saved_step: int | None = None) -> None:
         super().__init__(
-            f"what was done until then is in {folder}"
+            f"the results so far are in {folder}"
             if saved_step is None
             else f"step {saved_step} is saved in {folder}; go on with resume={str(folder)!r}"
         )
@@ -263,7 +263,7 @@ def describe_error(error: BaseException) -> str:
     while root.__cause__ is not None:
         root = root.__cause__
     is_named = (getattr(root, "strerror", None) or str(root)) in str(error)
-    cause = "" if is_named else f" (it began with {type(root).__name__}: {root})"
+    cause = "" if is_named else f" (first cause: {type(root).__name__}: {root})"
     notes = "".join(
         f"; {each.removeprefix(NOTE_PREFIX)}"
         for each in getattr(error, "__notes__", ())

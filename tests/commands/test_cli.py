@@ -139,7 +139,7 @@ def test_rounding_reference_is_not_a_baseline(tmp_path: Path) -> None:
             str(tmp_path),
         )
     )["rows"]
-    assert [row["strategy"] for row in rows] == ["data(2)", "rounding twin"]
+    assert [row["strategy"] for row in rows] == ["data(2)", "rounding baseline"]
     assert all(row["speed_up_between"] and row["speed_up_one_thread_between"] for row in rows)
 
 
@@ -374,7 +374,7 @@ def test_second_ctrl_c_ends_the_run_at_once(tmp_path: Path) -> None:
         _, rest = running.communicate(timeout=30)
     assert running.returncode == 130
     (folder,) = (tmp_path / "runs").iterdir()
-    assert rest.splitlines()[-1] == (f"paragrad: stopped; what was done until then is in {folder}")
+    assert rest.splitlines()[-1] == (f"paragrad: stopped; the results so far are in {folder}")
     assert read_end(folder) == ("end", "interrupted")
     assert list(folder.glob("checkpoint-*")) == []
 

@@ -70,7 +70,7 @@ def refused_with(left: int, strategy: str, job: pg.Job = MANY) -> str:
 def test_more_ranks_than_memory_allows() -> None:
     """data(1000) forked a thousand ranks and took all memory: exit 137, no word."""
     told = refused_with(10 * memory_check.PROCESS_BYTES, "data(20)")
-    assert "data(20) wants at least " in told
+    assert "data(20) needs at least " in told
     assert "20 processes of " in told
     assert told.endswith("at most 9 ranks fit")
     with mock.patch.object(
@@ -99,7 +99,7 @@ def test_batch_that_does_not_fit() -> None:
     told = refused_with(memory_check.PROCESS_BYTES + (20 << 20), "serial", job)
     assert "that backward keeps of 29 samples" in told
     assert told.endswith(
-        "the batch does not fit; make it smaller, or cut it into micro-batches (micro=2)"
+        "the batch does not fit; make it smaller, or divide it into micro-batches (micro=2)"
     )
     with mock.patch.object(
         memory_check, "read_available_memory", return_value=memory_check.PROCESS_BYTES + (40 << 20)
@@ -223,7 +223,7 @@ def test_unknown_settings_of_train_are_named() -> None:
 
 @pytest.mark.parametrize("name", ["a\0b", "x" * 101, "two\nlines"])
 def test_invalid_folder_names_are_refused(name: str) -> None:
-    with pytest.raises(pg.Refused, match="of which folders can be named"):
+    with pytest.raises(pg.Refused, match="which can be the name of a folder"):
         inspect_job(JOBS["mlp"].replace(name=name))
 
 
@@ -328,8 +328,8 @@ def test_full_dev_shm_with_loaders(tmp_path: Path) -> None:
     assert ran.returncode == 1
     message = ran.stderr.strip().splitlines()[-1]
     assert (
-        ": /dev/shm, in which loaders have their semaphores, is full; make room there, or load "
-        "without loaders" in message
+        ": /dev/shm is full, and loaders need room there for semaphores; make room there, or "
+        "load without loaders" in message
     )
     ran = in_spaces("-m", full, *SHORT, "--strategy", "data(2)", folder=tmp_path)
     assert ran.returncode == 0, ran.stderr
@@ -401,7 +401,7 @@ def test_file_size_limit(tmp_path: Path, strategy: str, limit: int, where: str) 
     message = ran.stderr.strip().splitlines()[-1]
     assert where in message
     assert message.endswith(
-        "a process may write no longer files here: raise the limit (ulimit -f unlimited)"
+        "a process cannot write longer files here: raise the limit (ulimit -f unlimited)"
     )
 
 
@@ -532,7 +532,7 @@ def test_cause_of_a_chained_error_is_reported() -> None:
     """A model of transformers said to look up at a traceback, which there was not."""
     with pytest.raises(
         pg.Refused,
-        match=r"model raised RuntimeError: Failed to import some.models.gpt2 .* \(it began with "
+        match=r"model raised RuntimeError: Failed to import some.models.gpt2 .* \(first cause: "
         r"ImportError: operator torchvision::nms does not exist\) \(.*test_error_messages.py:",
     ):
         validate_run(MANY.replace(model=missing_library), "serial")
@@ -544,7 +544,7 @@ def test_timeout_is_reported_with_its_purpose() -> None:
     """
     with pytest.raises(
         StepFailed,
-        match=r"Timed out waiting 20000ms.*; meanwhile rank 0 sleeps: where that takes longer than "
+        match=r"Timed out waiting 20000ms.*; meanwhile rank 0 sleeps: if that takes longer than "
         r"ranks wait for each other, give a longer --timeout, or none",
     ):
         waits("Timed out waiting 20000ms for recv operation to complete")

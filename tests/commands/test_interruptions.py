@@ -231,7 +231,7 @@ class Said(io.StringIO):
 
     def write(self, text: str) -> int:
         written = super().write(text)
-        if "have not come" in text:
+        if "have not reached it" in text:
             self.world.store.set("said", "")
         return written
 
@@ -259,7 +259,7 @@ def test_missing_rank_is_named_while_waiting(pool: Launcher, backend: str) -> No
     # by the first of the two that has noticed the other
     told = f"{first}{second}"
     assert " is in step 7 for " in told
-    assert "and rank(s) 2 have not come to it" in told
+    assert "and rank(s) 2 have not reached it" in told
 
 
 class Hangs(nn.Linear):
@@ -375,7 +375,9 @@ def loads(world: World, loaders: int) -> str:
 def test_hanging_dataset_is_named(pool: Launcher, loaders: int) -> None:
     """It hung the run for ever; now its item is named, with the line where it stands."""
     (told,) = pool.run(loads, loaders, size=1)
-    assert told.startswith("sample 5 of the dataset was not there within 0.5 s; it stands at ")
+    assert told.startswith(
+        "sample 5 of the dataset was not loaded within 0.5 s; the process is at "
+    )
     assert "threading.py" in told
 
 
@@ -650,7 +652,7 @@ def test_interrupted_comparison_keeps_finished_rows(tmp_path: Path, status: str)
     assert max(row.difference or 0.0 for row in whole.rows) <= 1e-10
     # it was not made anew
     assert (table.folder / table.rows[0].runs[0] / "run.jsonl").stat().st_mtime_ns == begun
-    with pytest.raises(pg.Refused, match="go on with the same"):
+    with pytest.raises(pg.Refused, match="resume it with the same"):
         pg.compare(JOB.replace(epochs=4), "serial; data(2)", runs=tmp_path, resume=table.folder)
     with (
         Recorder(whole.folder / "compare.jsonl", exclusive=True),

@@ -260,20 +260,20 @@ def test_impossible_memory_limit_is_reported(tmp_path: Path) -> None:
     ):
         pg.train(job, "serial", memory="20KB", runs=tmp_path)
     with pytest.raises(
-        pg.Refused, match="batch='fit' wants to know how much a rank may hold; add memory='2GB'"
+        pg.Refused, match="batch='fit' needs to know how much a rank may hold; add memory='2GB'"
     ):
         pg.train(job, "serial", runs=tmp_path)
-    with pytest.raises(pg.Refused, match="batch='fit' is found by train alone, for one strategy"):
+    with pytest.raises(pg.Refused, match="batch='fit' works only in train, for one strategy"):
         pg.compare(job, "serial; data(2)", runs=tmp_path)
     with pytest.raises(
-        pg.Refused, match="memory 2GB says what a rank may hold where the batch is to be found"
+        pg.Refused, match="memory 2GB says what a rank may hold when paragrad finds the batch"
     ):
         pg.train(BLOCKS, "serial", memory="2GB", runs=tmp_path)
     with (
         mock.patch.object(fit_batch, "read_available_memory", return_value=1 << 30),
         pytest.raises(
             pg.Refused,
-            match=r"memory 600 MB for each of 2 rank\(s\) is more than the .* left; give at most "
+            match=r"memory 600 MB for each of 2 rank\(s\) is more than the .* free; give at most "
             r"512MiB",
         ),
     ):
@@ -320,7 +320,7 @@ def test_batch_search_avoids_batches_of_one_for_batch_norm(tmp_path: Path) -> No
     assert run.header["job"]["batch"] == 97
     run = pg.train(norm, "data(2)", memory="1GB", runs=tmp_path / "even", limit=2)
     assert run.header["job"]["batch"] == 94, "96 leaves one sample"
-    assert "whose epochs end in no batch that is refused, of which" in next(
+    assert "whose epochs end with an allowed batch, of which" in next(
         line["because"] for line in run.choices if line["what"] == "batch"
     )
 
@@ -351,7 +351,7 @@ def test_draw_memory(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "0 | F0 F1 B0 B1\n  | " in result.stdout
     assert any("█" in line for line in result.stdout.splitlines() if line.startswith("  | "))
-    assert "activations, foretold" in result.stdout
+    assert "activations, predicted" in result.stdout
     assert (tmp_path / "memory.svg").read_text().startswith("<svg")
 
 

@@ -319,7 +319,7 @@ def test_divided_model_is_whole_after_the_loop(pool: Launcher, strategy: str, si
 CHANGES = {
     "frozen": (
         lambda model, optimizer: model.middle.requires_grad_(False),
-        "middle.weight.requires_grad is False, other than when the model was cut",
+        "middle.weight.requires_grad is False, other than when the model was divided",
     ),
     "eval": (lambda model, optimizer: model.eval(), "the model is in eval mode, other than when"),
     "group": (
@@ -411,7 +411,7 @@ def changing_loop(world: World, change: str) -> str:
         for use in (model.state_dict, model.out.state_dict, lambda: model(VECTORS.tensors[0])):
             with pytest.raises(
                 StepFailed,
-                match=r"the model is cut, and this object has no values .* read trainer.state\(\)",
+                match=r"the model is divided, and this object has no .* read trainer.state\(\)",
             ):
                 use()
         with pytest.raises(StepFailed) as failed:
@@ -510,7 +510,7 @@ def a_trainer(**changes: object):  # type: ignore[no-untyped-def]
     [
         (
             {"strategy": "data(2)"},
-            "data.2. wants 2 worker.s. and the launcher started 1; start 2, or write data.auto.",
+            "data.2. needs 2 worker.s. and the launcher started 1; start 2, or write data.auto.",
         ),
         ({"strategy": "dta(2)"}, "did you mean data"),
         ({"model": nn.Linear}, "wants a torch.nn.Module, got type"),
@@ -528,7 +528,7 @@ def a_trainer(**changes: object):  # type: ignore[no-untyped-def]
             {"scheduler": 3},
             "the scheduler is a int; make it a torch.optim.lr_scheduler.LRScheduler",
         ),
-        ({"loss": None}, "wants a loss"),
+        ({"loss": None}, "needs a loss"),
         ({"device": "cdua"}, "no device 'cdua'; did you mean cuda"),
         ({"backend": "nccl"}, "add --device cuda"),
     ],
@@ -912,7 +912,7 @@ def run_loop(folder: Path, steps: int, load: bool = False, overwrite: bool = Fal
 def test_full_folder_is_refused_before_the_first_step(tmp_path: Path) -> None:
     """After hours, the first save said that another training was saved there."""
     assert run_loop(tmp_path, 5) == 5
-    with pytest.raises(pg.Refused, match="checkpoint-00000005 is of another training; go on from"):
+    with pytest.raises(pg.Refused, match="00000005 is of another training; continue from"):
         run_loop(tmp_path, 2)
     assert run_loop(tmp_path, 2, load=True) == 7
     assert run_loop(tmp_path, 2, overwrite=True) == 2
@@ -927,7 +927,7 @@ def test_save_wants_a_folder_and_can_overwrite(tmp_path: Path) -> None:
         model, nn.functional.cross_entropy, optimizer, strategy="serial"
     ) as trainer:
         trainer.step(*next(iter(trainer.batches(VECTORS, 4, epoch=0))))
-        with pytest.raises(pg.Refused, match=r"trainer\.save\(\) wants a folder"):
+        with pytest.raises(pg.Refused, match=r"trainer\.save\(\) needs a folder"):
             trainer.save()
         with pytest.raises(pg.StepFailed, match=r"or remove it \(trainer\.save\(folder, overwrite"):
             trainer.save(tmp_path)

@@ -78,8 +78,8 @@ def test_stop_ends_a_run_that_hangs(
     """User code that ignored signals kept the run for ever; SIGKILL was the only way."""
     code, last = run_until_stopped(tmp_path, strategy, sent, ranks)
     assert code == 1
-    assert "the run was asked to stop, and came no further for 7 s; its ranks were killed" in last
-    assert f"stands at {tmp_path / 'hangs.py'}:" in last
+    assert "the run was asked to stop, and made no progress for 7 s; its ranks were killed" in last
+    assert f"is at {tmp_path / 'hangs.py'}:" in last
 
 
 def test_innermost_line_of_user_code_is_found() -> None:

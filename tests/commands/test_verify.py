@@ -154,7 +154,7 @@ def test_scheduler_that_ends_with_the_job(tmp_path: Path) -> None:
     """torch's sentence of a step too many said nothing of why there were more."""
     with pytest.raises(
         pg.RankFailed,
-        match=r"step 3: .*; a comparison makes 20 steps and the job 3: if something of it ends "
+        match=r"step 3: .*; a comparison makes 20 steps and the job 3: if a part of it ends "
         r"with these \(a scheduler\), give it more epochs",
     ):
         pg.verify(

@@ -198,9 +198,9 @@ def test_chaotic_model_is_distinguished_from_a_wrong_one(tmp_path: Path) -> None
     assert found.twin > 1e-10
     words = f"{__file__}:CHAOTIC", "--strategy", "data(2)", "--batch", "2", "--runs", str(tmp_path)
     text = CliRunner().invoke(app, ["verify", *words]).stdout
-    assert "on rounding decides, and nothing is compared" in text
+    assert "on, rounding decides the result, so steps are not compared" in text
     assert (
-        "same training as serial: yes (beyond 1e-10, by no more than rounding does, float64)"
+        "same training as serial: yes (beyond 1e-10, but no more than rounding causes, float64)"
         in text
     )
 

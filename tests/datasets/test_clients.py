@@ -202,7 +202,7 @@ def test_classes_are_those_of_present_samples() -> None:
     read, and had to have a class; a subclass's own samples were not asked.
     """
     with pytest.raises(
-        Refused, match="of samples 0 to 2 it could not be read: ValueError: a target is 2 value"
+        Refused, match="which cannot be read for samples 0 to 2: ValueError: a target is 2 value"
     ):
         read_labels(Ragged(), "x")
     assert read_labels(Subset(Ragged(), [0]), "x").tolist() == [7]

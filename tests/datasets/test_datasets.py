@@ -264,7 +264,7 @@ def test_given_folder_without_the_files_starts_no_download(
     (tmp_path / "other").mkdir()
     with pytest.raises(
         Refused,
-        match=rf"other holds no file of the data set small; put a and b\.txt there, .*, or name no "
+        match=rf"other holds no file of the data set small; put a and b\.txt there, .*, or give no "
         rf"folder .*: they are then downloaded once, from {server.url}$",
     ):
         locate_files("small", tmp_path / "other")
@@ -343,9 +343,8 @@ def test_missing_network_names_the_files_to_place(
         )
         with pytest.raises(
             Refused,
-            match=r"a\.gz could not be got from http.*refused.*; or put a, b\.txt and c, each with "
-            r"or "
-            r"without \.gz, into a folder and give it with --data FOLDER",
+            match=r"a\.gz could not be downloaded from http.*refused.*; or put a, b\.txt and c, "
+            r"each with or without \.gz, into a folder and give it with --data FOLDER",
         ):
             locate_files("small", None)
     assert left(cache) == []
@@ -354,7 +353,7 @@ def test_missing_network_names_the_files_to_place(
 def test_a_cache_that_cannot_be_written_is_refused(server: Server, cache: Path) -> None:
     cache.parent.mkdir(parents=True)
     cache.write_text("a file where a folder belongs")
-    with pytest.raises(Refused, match=r"a\.gz could not be got"):
+    with pytest.raises(Refused, match=r"a\.gz could not be downloaded"):
         locate_files("small", None)
 
 
@@ -388,7 +387,7 @@ DAMAGED = {
     "three bytes": (b"\0\0\x08", "is no IDX file: it begins with 00 00 08"),
     "a web page": (
         b"<html>not found</html>",
-        "is no IDX file: it begins with 3c 68 74 6d, and an IDX file with 00 00",
+        "is no IDX file: it begins with 3c 68 74 6d, and an IDX file begins with 00 00",
     ),
     "unknown type": (
         b"\0\0\x0a" + GOOD[3:],
@@ -702,8 +701,7 @@ def test_windows_of_the_text(small: Path) -> None:
 def test_unsuitable_window_lengths_are_refused(small: Path) -> None:
     with pytest.raises(
         Refused,
-        match="has 89 characters to test with, and a window is 100 and the next; give a shorter "
-        "one",
+        match="has 89 characters to test with, and a window needs 101; give a shorter window",
     ):
         load_windows(small, False, 100)
 

@@ -148,7 +148,7 @@ def test_batch_is_computed_without_earlier_ones(samples: int, batch: int, steps:
         (
             10**12,
             None,
-            r"an epoch has 1000000000000 samples, whose end nobody would see; let its __len__ say "
+            r"an epoch has 1000000000000 samples, too many for one epoch; let its __len__ return "
             r"how many",
         ),
         (

@@ -225,7 +225,7 @@ def test_wrong_sampler_is_refused(name: str) -> None:
 
 
 def test_federated_clients_have_no_sampler() -> None:
-    with pytest.raises(pg.Refused, match="nothing asks the job's sampler; leave it out"):
+    with pytest.raises(pg.Refused, match="the job's sampler is not used; leave it out"):
         validate_run(make_job("subset"), "federated(2, clients=4)")
 
 

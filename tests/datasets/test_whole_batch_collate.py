@@ -27,7 +27,7 @@ from paragrad.validation.validate import validate_run
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm"), pytest.mark.story]
 
-OWN = "it puts samples in an order of its own"
+OWN = "it changes the order of the samples"
 STRATEGIES = ("data(2)", "data(3, reduce=ring, shares=[2, 1, 1], micro=2)", "serial(micro=3)")
 
 
@@ -109,7 +109,7 @@ def test_whole_batch_collate_equals_serial(made: Job, strategy: str, tmp_path: P
 
 def test_reason_for_whole_batches_is_recorded(tmp_path: Path) -> None:
     assert inspect_job(DRAWING["mixup"]).whole_batch_reason == "it draws at random"
-    assert inspect_job(PADDED).whole_batch_reason == "what it makes of a share counts otherwise"
+    assert inspect_job(PADDED).whole_batch_reason == "a share collated alone gives another loss"
     assert (
         inspect_job(
             job("plain", lambda: nn.Linear(10, 4), VECTORS, collate=default_collate)
@@ -119,7 +119,7 @@ def test_reason_for_whole_batches_is_recorded(tmp_path: Path) -> None:
     run = pg.train(PADDED, "data(2)", runs=tmp_path)
     told = [line for line in run.choices if line["what"] == "collate"]
     assert [(line["picked"], line["because"]) for line in told] == [
-        ("whole batches on every rank", "what it makes of a share counts otherwise")
+        ("whole batches on every rank", "a share collated alone gives another loss")
     ]
 
 
@@ -136,7 +136,7 @@ def test_indivisible_batch_is_refused() -> None:
         def forward(self, tokens: Tensor) -> Tensor:
             return super().forward(tokens.T)
 
-    with pytest.raises(pg.Refused, match="padded otherwise than the whole"):
+    with pytest.raises(pg.Refused, match="padded differently from the whole"):
         validate_run(job("columns", OfColumns, Lines(), collate=time_first), "data(2)")
 
 

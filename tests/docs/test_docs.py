@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import MISSING, fields
 from pathlib import Path
+from urllib.parse import urlsplit
 from xml.etree import ElementTree
 
 import pytest
@@ -114,6 +115,15 @@ def test_drawings_in_pages_are_those_of_the_command(
 def test_links_lead_to_files(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_external_links_are_well_formed(page: Path) -> None:
+    """There is no network where tests run, so only the form is checked."""
+    for target in re.findall(r"\]\((https?:[^)\s]*)\)", page.read_text()):
+        parts = urlsplit(target)
+        assert parts.scheme == "https", target
+        assert re.fullmatch(r"[a-z0-9-]+(\.[a-z0-9-]+)+", parts.netloc), target
 
 
 def test_cpu_build_in_readme_is_the_pinned_one() -> None:

@@ -45,7 +45,7 @@ def test_clamped_divisor_is_not_a_plain_sum() -> None:
     """
     message = refused(data=MASKED, loss=masked(lambda count: count.clamp(min=4)))
     assert "which divide by 4 and 4 + 4; return the pair" in message
-    assert "a constant is in each, or keeps it from 0" in message
+    assert "a constant is in each, or keeps it above 0" in message
     assert "bare sum" not in message
 
 

@@ -66,7 +66,7 @@ def test_machine_file_round_trip(tmp_path: Path) -> None:
     assert read_machine_file(path, cores=2) == (MEASURED, None)
     machine, warning = read_machine_file(path, cores=16)
     assert machine == MEASURED
-    assert "of 2 cores, this one has 16; write it anew: paragrad measure --output" in str(warning)
+    assert "of 2 cores, this one has 16; write a new one: paragrad measure --output" in str(warning)
     with pytest.warns(UserWarning, match="this one has 16"):
         load_machine(path, 16)
     assert load_machine(None, 2) is ASSUMED_MACHINE
@@ -84,9 +84,9 @@ def test_machine_file_round_trip(tmp_path: Path) -> None:
             "of version 3, this paragrad reads version 2",
         ),
         (lambda found: found.pop("schema"), "is no machine file"),
-        (lambda found: found.pop("gamma"), "lacks or misnames something"),
-        (lambda found: found["links"]["gloo"].pop("alpha"), "lacks or misnames something"),
-        (lambda found: found["links"]["gloo"].update(speed=3), "lacks or misnames something"),
+        (lambda found: found.pop("gamma"), "has a missing or wrong entry"),
+        (lambda found: found["links"]["gloo"].pop("alpha"), "has a missing or wrong entry"),
+        (lambda found: found["links"]["gloo"].update(speed=3), "has a missing or wrong entry"),
     ],
 )
 def test_invalid_machine_file_is_refused(tmp_path: Path, change: object, says: str) -> None:
@@ -238,7 +238,7 @@ def test_simulation_equals_the_formula() -> None:
     ("text", "options", "says"),
     [
         ("data(4)", {}, "say which all-reduce, for example data"),
-        ("data(4, reduce=native)", {}, "there is no schedule"),
+        ("data(4, reduce=native)", {}, "has no schedule"),
         ("serial", {}, "has no schedule to simulate"),
         ("data(4, reduce=ring)", {"slow": ((4, 2.0),)}, "give a rank from 0 to 3"),
         ("data(4, reduce=ring)", {"slow": ((1, 0.5),)}, "a factor of at least 1"),
@@ -250,7 +250,7 @@ def test_simulation_equals_the_formula() -> None:
             "data(4096, reduce=ring)",
             {"spans": True},
             "more than 100,000 messages, too many to be kept as a timeline one by one; take fewer "
-            "ranks: 128 go",
+            "ranks: 128 is allowed",
         ),
     ],
 )

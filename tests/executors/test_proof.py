@@ -282,7 +282,7 @@ def test_reduce_and_broadcast_have_their_own_goals() -> None:
         def owns(self, rank: int, size: int) -> range:
             return range(0)
 
-    with pytest.raises(ScheduleError, match="nobody owns slot 0"):
+    with pytest.raises(ScheduleError, match="no rank owns slot 0"):
         prove_schedule(Nobodys(), 4, 12, FIRST_HALF)
 
 

@@ -196,7 +196,7 @@ def test_other_term_without_samples_is_not_label_smoothing() -> None:
 def test_unreadable_weight_is_reported() -> None:
     module = LossModule(nn.Identity(), lambda output, target: (output - Y).norm())
     module.has_traced_divisor = True
-    with pytest.raises(StepFailed, match="could be read off in the first step"):
+    with pytest.raises(StepFailed, match="was found in the first step"):
         module(X, Y, 6)
     module.has_traced_divisor = False
     assert module(X, Y, 6)[1] == 6

@@ -304,7 +304,7 @@ def test_process_of_an_ended_server_is_refused() -> None:
     with Launcher(1) as ranks:
         shutil.rmtree(ranks.open_shared_folder())
         with pytest.raises(
-            RankFailed, match="the server of the ranks ended, and its ranks with it"
+            RankFailed, match="the server of the ranks ended, and its ranks ended with it"
         ):
             ranks.start_extra_process(0)
 

@@ -463,7 +463,7 @@ def test_unknown_sender_gets_no_answer_and_changes_nothing(
         type(self).joiners = [place.join()]
         code, _, complaint = ended(type(self).joiners[0])
         assert code == 2
-        assert "does not let in the key of" in complaint
+        assert "does not accept the key of" in complaint
         return TRAINING.train_epochs(self)
 
     def say_where(self: Any, address: Any) -> None:
@@ -600,16 +600,16 @@ def test_number_and_ticket_belong_to_one_key() -> None:
     hall = Hall()
     key = b"k" * 40
     hall.give(3)
-    assert "somebody else's" in hall.says(b"x" * 40, 7, None, {})
+    assert "belongs to another worker" in hall.says(b"x" * 40, 7, None, {})
     # one of the training's own
-    assert "somebody else's" in hall.says(key, 0, None, {})
+    assert "belongs to another worker" in hall.says(key, 0, None, {})
     assert hall.says(key, 7, None, {}) == ""
     given = hall.given[7].__dict__
     assert "was not given" in hall.says(key, 7, {**given, "number": 2}, {})
     assert "was not given" in hall.says(key, 7, {**given, "what": ["train"]}, {})
     assert "not finite" in hall.says(key, 7, given, {**STEP, "loss": float("nan")})
     assert "cannot be read" in hall.says(key, 7, given, {"loss": 10**400})
-    assert "END is not for those who joined" in hall.says(key, 7, None, {}, kind=MessageType.END)
+    assert "END is not for workers that joined" in hall.says(key, 7, None, {}, kind=MessageType.END)
     # once it was done for all
     assert "without its loss" in hall.says(key, 7, given, {"became": 1.0})
     assert hall.office.open_tickets == {hall.given[7]: 7}

@@ -54,7 +54,7 @@ def test_a_worker_joins_from_another_host(clusters: Clusters, tmp_path: Path) ->
     with clusters(2, megabits=100) as cluster:
         first = cluster.start(1, ["sh", "-c", JOIN], folder=tmp_path)
         assert first.process.wait(60) == 2
-        assert re.search(r"have its public half me.key put into the\s+folder", first.said()[1])
+        assert re.search(r"its public half me.key must be put\s+into the\s+folder", first.said()[1])
         (tmp_path / "me.key").rename(tmp_path / "allow" / "host1.key")
         trains = cluster.start(0, [sys.executable, "trains.py"], folder=tmp_path)
         opens = "until ls runs/*/office.key >/dev/null 2>&1; do :; done"

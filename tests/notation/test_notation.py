@@ -183,15 +183,15 @@ REFUSED = {
     "data(2, reduce=ring": "expected ','",
     "data(2, reduce=ring, dense=tensor)": "leave out reduce",
     "spatial(2, columns=2, dense=tensor)": "give spatial(4, dense=tensor)",
-    "data(2, dense=tensor) * tensor(2)": "splits its layers itself; give it alone",
+    "data(2, dense=tensor) * tensor(2)": "divides its layers itself; use it alone",
     "data(2, batch_norm=share) * spatial(2)": "give both the same",
-    "branch(2) * pipeline(2)": "multiply it with data(n) alone",
-    "spatial(2) * tensor(2)": "multiply it with data(n) alone",
+    "branch(2) * pipeline(2)": "multiply branch with data(n) only",
+    "spatial(2) * tensor(2)": "multiply spatial with data(n) only",
     "data(2)) ": "nothing more was expected",
     "data(2) $": "cannot read '$'",
-    "data(2, reduce='ring')": "names stand without quotes: data(2, reduce=ring)",
-    '"data(2)"': "names stand without quotes: data(2)",
-    "serial, data(2)": "between strategies stands ; and not ,",
+    "data(2, reduce='ring')": "write names without quotes: data(2, reduce=ring)",
+    '"data(2)"': "write names without quotes: data(2)",
+    "serial, data(2)": "write ; between strategies, not ,",
     "ring": "did you mean data(2, reduce=ring)?",
     "ring_async(4)": "did you mean data(2, reduce=ring_async)?",
     "ddp(2)": "here it is data(2)",
@@ -211,7 +211,7 @@ REFUSED = {
     "data(2, micro=2) * pipeline(2)": "pipeline(micro=...)",
     "data(2, state=fully_sharded) * place(2)": "leave out the state",
     "data(2, compress=top_k(2))": "at most 1",
-    "federated(2) * tensor(2)": "a worker is a whole client at a time",
+    "federated(2) * tensor(2)": "a worker trains one whole client at a time",
     "federated(2, split=dirichlet(0))": "a number above 0",
 }
 
@@ -258,7 +258,7 @@ def test_auto_is_resolved() -> None:
         resolve_strategy(
             strategy("data(8, reduce=two_level(group=3))"), Environment(8, backend="shm")
         )
-    with pytest.raises(Refused, match="wants 2 worker"):
+    with pytest.raises(Refused, match="needs 2 worker"):
         resolve_strategy(Data(2), Environment(8, ranks=3))
 
 

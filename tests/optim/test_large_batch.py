@@ -131,7 +131,7 @@ def test_job_stores_its_original_batch_size() -> None:
 def test_invalid_scheduler_is_refused() -> None:
     made = job("vectors", lambda: nn.Linear(10, 4), VECTORS).replace(batch=12, optimizer=plain)
     for wrong, message in (
-        (schedulers.ReduceLROnPlateau, "wants a metric"),
+        (schedulers.ReduceLROnPlateau, "needs a metric"),
         (lambda optimizer: 3, "is a int"),
     ):
         with pytest.raises(pg.Refused, match=message):
@@ -490,7 +490,7 @@ def test_noise_scale_of_tokens_is_compared_with_tokens(
     assert run.noise is not None
     assert run.noise.batch == 160
     summaries.print_run(run, False)
-    assert "this one weighs 160" in capsys.readouterr().out
+    assert "this batch is 160" in capsys.readouterr().out
     assert (
         pg.train(
             made.replace(epochs=2),

@@ -120,7 +120,7 @@ class Towers(nn.Module):
 def test_branch_buffer_recreated_by_a_forward(pool: Launcher) -> None:
     with pytest.raises(
         pg.RankFailed,
-        match=r"makes the buffer towers\..* anew, which is in a branch; change it in place",
+        match=r"replaces the buffer towers\..*, which is in a branch; change it in place",
     ):
         found(pool, "branch(2)", job("centred towers", Towers, VECTORS), BRIEF)
 
@@ -359,7 +359,8 @@ def from_numpy(x: Tensor) -> Tensor:
         (
             "branch(2)",
             multinomial,
-            "multinomial draws in a branch, and did not when the model was looked at",
+            "multinomial draws random numbers in a branch, and did not when the model was "
+            "looked at",
         ),
         (
             "tensor(2)",
@@ -594,7 +595,7 @@ def test_module_that_torch_cannot_copy_is_refused_at_start() -> None:
     )
     with pytest.raises(
         pg.Refused,
-        match=r"cannot be copied, as a cut wants it: .*parametrizations\.weight_norm, not",
+        match=r"cannot be copied, which its division needs: .*parametrizations\.weight_norm, not",
     ):
         validate_run(made, "tensor(2)", Settings())
 
@@ -611,7 +612,7 @@ def test_unsupported_control_flow_is_reported_with_its_cause(
     )
     with pytest.raises(
         pg.RankFailed,
-        match=r"by a way that is not seen \(copies of parameters.*train it with data\(n\)",
+        match=r"way that paragrad does not see \(copies of parameters.*train it with data\(n\)",
     ):
         train_on_ranks(pool, validate_run(made, "tensor(2)", Settings()), tmp_path)
 
@@ -858,7 +859,7 @@ def test_branch_statistics_with_a_trunk_weight_are_refused() -> None:
     """They were written to copies."""
     with pytest.raises(
         pg.Refused,
-        match="batch_norm changes a value of a branch that one rank has by what it does not have",
+        match="batch_norm changes a value of a branch that one rank has by values of other ranks",
     ):
         validate_run(job("shared", Shared, IMAGES), "branch(2)", Settings())
 
@@ -981,7 +982,7 @@ def test_whole_tensor_optimizer_gets_whole_tensors(pool: Launcher, row: str) -> 
         (
             "branch(2)",
             "all",
-            r"ByNorms wants all parameters together .*, and branch\(2\) has them on several ranks",
+            r"ByNorms needs all parameters together .*, and branch\(2\) has them on several ranks",
         ),
         (
             "branch(2)",
@@ -996,12 +997,12 @@ def test_whole_tensor_optimizer_gets_whole_tensors(pool: Launcher, row: str) -> 
         (
             "spatial(2)",
             "own list",
-            r"Listing wants all parameters together .*, and spatial\(2\) has them on several ranks",
+            r"Listing needs all parameters together .*, and spatial\(2\) has them on several ranks",
         ),
         (
             "spatial(2, dense=tensor)",
             "Adafactor",
-            r"Adafactor wants whole tensors together .*, and spatial\(2, .* cuts them",
+            r"Adafactor needs whole tensors together .*, and spatial\(2, .* divides them",
         ),
     ],
 )

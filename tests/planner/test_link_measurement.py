@@ -271,7 +271,7 @@ def test_record_has_the_choice_and_its_reason(tmp_path: Path) -> None:
     assert "links by hand" in picks[0]["because"]
     with pytest.warns(
         UserWarning,
-        match=r"nobody reads the machine file .*: data\(2, state=shared_memory\) has no all-",
+        match=r"the machine file .* is not used: data\(2, state=shared_memory\) has no all-",
     ):
         pg.train(pg.job("digits").replace(epochs=0), "data(2)", machine=machine, runs=tmp_path)
     # the run's own lines said native, by a decision of their own, while others were picked

@@ -252,7 +252,7 @@ def test_unwritable_trace_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
-        pg.Refused, match=r"--trace .*; give a file in a folder that is there and can be written"
+        pg.Refused, match=r"--trace .*; give a file in a folder that exists and can be written"
     ):
         validate_run(JOB, "serial", Settings(trace=path))
     assert list(tmp_path.iterdir()) == []
@@ -323,9 +323,9 @@ def test_page_has_rank_rows_and_the_prediction(tmp_path: Path) -> None:
     text = unescape((table.folder / "page.html").read_text(encoding="utf-8"))
     section = text.split('<section id="step"')[1].split("</section>")[0]
     data, pipeline = section.split("<figure ")[1:]
-    assert "foretells nothing of this one's step" in data
-    assert "foretold: " not in data
-    assert pipeline.index("foretold: ") < pipeline.index("measured: ")
+    assert "There is no prediction, because" in data
+    assert "predicted: " not in data
+    assert pipeline.index("predicted: ") < pipeline.index("measured: ")
     assert "Measured: " in pipeline
     assert all("Rank 0: " in each and "Rank 1: " in each for each in (data, pipeline))
     names = re.findall(r"<text[^>]*>([^<]*)</text>", pipeline)

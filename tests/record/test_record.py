@@ -211,7 +211,7 @@ def test_first_version_is_read_and_later_ones_refused(
     )
     with pytest.raises(
         Refused,
-        match=f"a record of version {RECORD_SCHEMA + 1}, this paragrad reads versions up to "
+        match=f"a record of version {RECORD_SCHEMA + 1}, but this paragrad reads versions up to "
         f"{RECORD_SCHEMA}; read it with paragrad 9.9",
     ):
         Record(tmp_path)
@@ -290,7 +290,8 @@ def test_refused_resume_leaves_the_record_unchanged(tmp_path: Path) -> None:
         first.file.flush()
         with pytest.raises(
             Refused,
-            match=r"compare\.jsonl is still being written to; let the command that does so end",
+            match=r"compare\.jsonl is still being written to; wait until the command that writes "
+            "it ends",
         ):
             Recorder(path, exclusive=True)
         assert path.read_text() == '{"kind":"dist'

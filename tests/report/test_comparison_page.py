@@ -29,6 +29,7 @@ from paragrad.record.record import Line, Record
 from paragrad.record.sample_count import count_range_samples
 from paragrad.report import charts, comparison_page, comparison_table, palette, sections
 from paragrad.report.comparison_table import Table, format_bytes, list_columns
+from paragrad.report.results import list_row_names
 from paragrad.report.timing import measure_step_time
 
 pytestmark = [pytest.mark.processes, pytest.mark.story]
@@ -135,7 +136,7 @@ def table_of(driver: Any) -> list[dict[str, str]]:
 # ---- a real comparison -----------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """digits under two strategies and the rounding twin, two seeds, with a goal; its folder,
+    """digits under two strategies and the rounding baseline, two seeds, with a goal; its folder,
     with the page.
     """
     table = paragrad.compare(
@@ -179,7 +180,11 @@ def test_page_numbers_equal_the_record(compared: Path) -> None:
     with browser() as driver:
         opened(driver, compared / "page.html")
         rows = table_of(driver)
-    assert [row["strategy"] for row in rows] == ["serial", "data(2, reduce=ring)", "rounding twin"]
+    assert [row["strategy"] for row in rows] == [
+        "serial",
+        "data(2, reduce=ring)",
+        "rounding baseline",
+    ]
     all_threads, baseline = (
         measure_step_time([Record(path) for path in compared.glob(pattern)])
         for pattern in ("01-serial-seed-*", "baseline-serial-threads-1")
@@ -530,13 +535,18 @@ def test_missing_chart_is_replaced_by_a_sentence(tmp_path: Path) -> None:
     assert re.findall(r'<figure id="([^"]*)"', text) == ["chart-loss-1", "chart-loss-2"]
     for sentence in (
         "this job has no test set",
-        "no strategy but serial was followed",
+        "no strategy was compared with serial step by step",
         "no strategy here sends anything",
     ):
         assert sentence in text
     assert "paragrad compare x" in text
     assert "shade spans" not in text
     assert "memory of a rank" not in text  # as in records of earlier versions
+
+
+def test_rounding_baseline_of_an_earlier_record_has_its_present_name() -> None:
+    line = {"rows": [["01-serial"], ["02-serial-twin"]], "strategies": ["serial", "rounding twin"]}
+    assert list_row_names(line) == ["serial", "rounding baseline"]
 
 
 def test_run_without_steps_has_no_chart(tmp_path: Path) -> None:
@@ -589,7 +599,9 @@ def test_time_axis_is_logarithmic_if_rows_differ_a_hundredfold(
     path = tmp_path / "01-0" / "rank-0.jsonl"
     path.write_text(path.read_text().replace('"seconds": 0.5', f'"seconds": {0.5 * slower}'))
     text = page_of(Table(compared.folder))
-    assert ("Seconds are logarithmic: rows differ a hundredfold." in text) == logarithmic
+    assert (
+        "The time axis is logarithmic, because rows differ by a factor of 100 or more." in text
+    ) == logarithmic
     assert (
         ticks(text, "chart-loss-2", "matplotlib.axis_1")[:3] == ["1", "10", "100"]
     ) == logarithmic
@@ -610,7 +622,7 @@ def test_time_axis_is_logarithmic_if_rows_differ_a_hundredfold(
             "failed: out of luck",
         ),
         ({"status": "finished", "error": None}, "the test reached accuracy=20"),
-        (None, "killed, for its record has no end"),
+        (None, "killed (its record has no end)"),
     ],
 )
 def test_reason_for_the_end_of_a_line_is_shown(tmp_path: Path, end: Line | None, why: str) -> None:
@@ -851,8 +863,8 @@ def test_busy_machine_is_reported(tmp_path: Path, everybody: float | None, busy:
             )
         )
     told = (
-        "!: other work kept up to 0.2 of 1 cores busy meanwhile, and the system gave a rank's "
-        "core to another thread up to 100 times a second"
+        "!: other programs kept up to 0.2 of 1 cores busy during the run, and the system gave a "
+        "rank's core to another thread up to 100 times per second"
     )
     lines = at_terminal(compared, 130)
     assert (told in "\n".join(lines)) == busy
@@ -880,5 +892,5 @@ def test_noisy_speed_up_is_not_reported(tmp_path: Path) -> None:
     table = Table(tmp_path)
     assert [row.speed_up for row in table.rows] == [1.0, None, None]
     assert "unknown" in str(table)
-    assert "unknown: the times of steps scatter so much" in str(table)
+    assert "unknown: the times of steps vary so much" in str(table)
     assert table.to_json()["rows"][1]["speed_up_between"] == pytest.approx([1.2, 47.0])

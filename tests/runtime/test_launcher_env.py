@@ -676,7 +676,7 @@ def test_missing_rank_is_named_after_the_time_limit(place: Place) -> None:
         )
         assert told in answer
         assert "(limit 1 s): " in answer
-        assert "; see that all of them run, or set MASTER_ADDR" in answer
+        assert "; make sure that all of them run, or set MASTER_ADDR" in answer
     assert place.left() == []
 
 

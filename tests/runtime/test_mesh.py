@@ -46,10 +46,10 @@ def test_rank_lines_of_unequal_sizes() -> None:
         (
             [("data", 2), ("tensor", 2)],
             6,
-            r"data\(2\) \* tensor\(2\) wants 4 ranks and the world has 6; start 4, or choose sizes",
+            r"data\(2\) \* tensor\(2\) needs 4 ranks and the world has 6; start 4, or choose sizes",
         ),
-        ([("data", 2)], 1, "wants 2 ranks and the world has 1"),
-        ([], 2, "no axes wants 1 ranks and the world has 2"),
+        ([("data", 2)], 1, "needs 2 ranks and the world has 1"),
+        ([], 2, "no axes needs 1 ranks and the world has 2"),
         ([("data", 2), ("data", 2)], 4, "two axes data; give each a name of its own"),
         ([("data", -2), ("tensor", -2)], 4, "an axis of -2 ranks; give every axis at least 1"),
     ],
@@ -64,10 +64,10 @@ def test_mesh_that_is_not_the_world_is_refused(
 def test_missing_axis_is_named() -> None:
     with pytest.raises(
         ValueError,
-        match=r"no axis spatial; the world's are data\(2\) \* tensor\(2\) \* pipeline\(2\)",
+        match=r"no axis spatial; the world has data\(2\) \* tensor\(2\) \* pipeline\(2\)",
     ):
         group_ranks_by_axes(THREE, ["data", "spatial"])
-    with pytest.raises(ValueError, match="no axis data; the world's are none yet"):
+    with pytest.raises(ValueError, match="no axis data; the world has none yet"):
         group_ranks_by_axes((), ["data"])
 
 

@@ -29,8 +29,8 @@ pytestmark = pytest.mark.network
 Clusters = Callable[..., AbstractContextManager[Cluster]]
 SOON = 10.0  # seconds from a rank's death to everybody's end
 WAITED = (
-    r"exitcode +: -9 |rank\(s\) [\d, ]+ say nothing|waits for .* from rank \d|where rank 0 ran, "
-    r"nobody is left|"
+    r"exitcode +: -9 |rank\(s\) [\d, ]+ say nothing|waits for .* from rank \d|"
+    r"its process, on the host of rank 0, has ended|"
     r"rank \d \(process \d+\) ended while rank \d waited|\d +\| says nothing"
 )
 

@@ -143,7 +143,7 @@ def nested(world: World) -> None:
         plane.duplicate().select_axes("data"), world.rank, line((2, 2, 2), world.rank, (0,))
     )
     with pytest.raises(
-        ValueError, match=r"no axis tensor; the world's are data\(2\) \* pipeline\(2\)"
+        ValueError, match=r"no axis tensor; the world has data\(2\) \* pipeline\(2\)"
     ):
         plane.select_axes("tensor")
     workers = world.split_ranks([range(6)])  # the last two are servers

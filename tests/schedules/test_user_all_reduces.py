@@ -205,8 +205,8 @@ STORIES: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "a slot overwritten where it was to be added": (
         instead(1, 1, Recv(0, 0)),
-        "rank 0 ends without the contribution of rank 1 in slot 0: the last it takes of that slot "
-        "comes in round 3 (<2:0); rank 1 wrote over it in round 1 (<0:0), where add=True would "
+        "rank 0 ends without the contribution of rank 1 in slot 0: it takes that slot for the "
+        "last time in round 3 (<2:0); rank 1 wrote over it in round 1 (<0:0), where add=True would "
         "have added",
     ),
     "a slot added where it was to be overwritten": (
@@ -266,19 +266,19 @@ STORIES: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "a bare pair": (
         instead(2, 1, (1, 0)),
-        "rank 2, action 2 of its program: (1, 0) is of type tuple, no action: yield Send, Recv or",
+        "rank 2, action 2 of its program: (1, 0) is of type tuple, not an action: yield Send",
     ),
     "nothing yielded": (
         instead(2, 0, None),
-        "rank 2, action 1 of its program: None is of type NoneType, no action: yield Send, Recv or",
+        "rank 2, action 1 of its program: None is of type NoneType, not an action: yield Send",
     ),
     "a list where a generator was meant": (
         no_generator,
-        "rank 0's program is of type list, no iterator: yield its actions",
+        "rank 0's program is of type list, not an iterator: yield its actions",
     ),
     "yield forgotten": (
         forgotten,
-        "rank 0's program is of type NoneType, no iterator: yield its actions",
+        "rank 0's program is of type NoneType, not an iterator: yield its actions",
     ),
     "a program that raises": (
         raising,
@@ -292,12 +292,12 @@ STORIES: dict[str, tuple[Callable[..., Any], str]] = {
     "a program without end": (
         endless,
         f"rank 0's program does not end: it has sent {MAX_SENDS_PER_PEER * 3 + 2 * 3 * 3 + 1} "
-        "messages, and goes on (round ",
+        "messages, and continues (round ",
     ),
     "messages without end, which nobody takes": (
         chatty,
         f"rank 0's program does not end: it has sent {MAX_SENDS_PER_PEER * 3 + 2 * 3 * 3 + 1} "
-        "messages, and goes on (round ",
+        "messages, and continues (round ",
     ),
     "right at 2 and 4, and not at 3": (
         whole_vector,
@@ -305,12 +305,12 @@ STORIES: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "a program that depends on how often it was asked for": (
         ByCall(itertools.count()),
-        "rank 0, action 1 of its program: >1:0, and when asked again >2:0; let it depend on rank "
+        "rank 0, action 1 of its program: >1:0, and at the second call >2:0; let it depend on rank "
         "and size alone",
     ),
     "programs made beforehand, which are spent when they are played": (
         lambda rank, size: SHARED[rank, size],
-        "rank 0, action 1 of its program: >1:0, and when asked again its end; let it depend on "
+        "rank 0, action 1 of its program: >1:0, and at the second call its end; let it depend on "
         "rank and size alone",
     ),
 }
@@ -366,7 +366,7 @@ def test_schedule_without_a_program_is_refused() -> None:
         ),
         (
             lambda size: next(calls) + 3,
-            "parts(3) is 3, and 4 when asked again; let it depend on the size alone",
+            "parts(3) is 3, and 4 at the second call; let it depend on the size alone",
         ),
         (lambda size: 2, "rank 2 uses slot 2; the vector has slots 0 to 1 (round 1)"),
         (

@@ -88,7 +88,7 @@ def operations(world: World) -> None:
     pair = torch.complex(values(world.rank, 4), values(world.rank, 4) + 1)
     dist.all_reduce(pair)
     same(pair.real, sum(values(rank, 4) for rank in range(world.size)))
-    with pytest.raises(ValueError, match="BAND wants whole numbers"):
+    with pytest.raises(ValueError, match="BAND needs whole numbers"):
         dist.all_reduce(torch.ones(3), op=dist.ReduceOp.BAND)
 
 

@@ -200,7 +200,7 @@ def test_float32_error_is_at_most_4_times_that_of_serial(
     pool: Launcher, text: str, column: str
 ) -> None:
     """One step from the same state: error against float64 at most 4 times serial's or the
-    rounding twin's.
+    rounding baseline's.
     """
     job = EVERY_JOB[column]
     chosen = resolved(text)

@@ -404,10 +404,10 @@ class Nothing(Columns):
 @pytest.mark.parametrize(
     ("chosen", "says"),
     [
-        (Missing(2), r"missing\(2\) cuts the model wrongly: of the 5 elements of 6\.bias 0 count"),
+        (Missing(2), r"\(2\) divides the model wrongly: of the 5 elements of 6\.bias 0 count"),
         (Twice(2), r"of the 160 elements of 0\.weight 320 count"),
-        (Nameless(2), r"0\.weight is held, and of which tensor it is a part is not said"),
-        (Misplaced(2), r"0\.weight has other values than what it says to hold of 0\.weight"),
+        (Nameless(2), r"0\.weight is held, and no spec says of which tensor it is a part"),
+        (Misplaced(2), r"0\.weight has other values than the part of 0\.weight in its spec"),
         (Overlapping(2), r"of 0\.weight some elements count twice, and others not at all"),
         (Giftless(2), "no rank gives the output and the loss"),
         (
@@ -415,15 +415,15 @@ class Nothing(Columns):
             r"a shard is ModelShard\(model, specs\): an nn.Module, and a paragrad.ShardSpec for",
         ),
         (Unhappy(2), r"shard_model\(\) of unhappy\(2\) raised KeyError: 'rows'"),
-        (Further(2), r"7\.bias is said to be held, and the part has no such parameter or buffer"),
+        (Further(2), r"7\.bias has a spec, and the part has no such parameter or buffer"),
         (
             Numbered(2),
             r"gives the random calls of a part the numbers \[7\], and the model's are 0 to 1",
         ),
         (
             Generous(2),
-            r"of the ranks of one replica 2 say that they give the loss, and they are not those "
-            r"that have one",
+            r"of the ranks of one replica 2 say that they give the loss, but other ranks "
+            r"have it",
         ),
         (Early(2), r"of the ranks of one replica 1 say that they give the loss"),
         (Forgetful(2, micro=2), "leaves out some of the 2 micro-batches of this step; take all"),
@@ -431,14 +431,14 @@ class Nothing(Columns):
         (Deserting(2), r"serve\(\) of Deserter returned before the workers dismissed it"),
         (
             Keeping(2),
-            r"keeping\(2\) has servers, and its Keeper no dismiss_servers; give it a method "
+            r"keeping\(2\) has servers, and its Keeper has no dismiss_servers; give it a method "
             r"dismiss_servers\(self\)",
         ),
         (Thawed(2), r"0\.bias is frozen, and 0\.bias of the model is not"),
-        (Elsewhere(2), r"0\.bias holds of 0\.bia, which the model does not have"),
+        (Elsewhere(2), r"the spec of 0\.bias names 0\.bia, which the model does not have"),
         (
             Misshapen(2),
-            r"0\.weight has the shape \(8, 10\), and what it says to hold of 0\.weight, whole "
+            r"0\.weight has the shape \(8, 10\), and the part of 0\.weight in its spec, whole "
             r"\(16, 10\), has another",
         ),
         (Nothing(2), r"the shard of nothing is a Sequential; return a paragrad\.ModelShard"),
@@ -457,7 +457,7 @@ def test_whole_tensor_optimizer_is_supported_or_refused(tmp_path: Path) -> None:
     """The first step is compared before its update, so a wrong update would go unseen."""
     whole = job.replace(optimizer=adafactor)
     with pytest.raises(
-        pg.RankFailed, match=r"Adafactor wants whole tensors together .* columns\(2\) cuts them"
+        pg.RankFailed, match=r"Adafactor needs whole tensors together .* columns\(2\) divides them"
     ):
         pg.train(whole, Columns(2), runs=tmp_path)
     assert pg.verify(whole, Stages(2), runs=tmp_path).same
@@ -635,7 +635,7 @@ def counting() -> nn.Module:
 
 
 def test_unsynchronized_python_state_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(pg.RankFailed, match="a cut model does not carry that from part to part"):
+    with pytest.raises(pg.RankFailed, match="divided model does not carry that from part to"):
         pg.train(make_job("counting", counting, VECTORS), Stages(2), runs=tmp_path)
 
 
@@ -659,24 +659,24 @@ class Unsaid(pg.Strategy):
     [
         (
             "data(2) * undivided(2)",
-            r"and undivided\(2\) both bring exchange of their own; at most one factor",
+            r"and undivided\(2\) both have their own exchange; at most one factor",
         ),
         (
             "data(2) * unsaid(2)",
             r"Unsaid has no make_exchange; give it a method .* or `shard_model\(self, model, "
             r"example, axis\)`",
         ),
-        ("stages(2) * stages(2)", "both bring passes of their own|two axes stages"),
+        ("stages(2) * stages(2)", "both have their own passes|two axes stages"),
         (
             "columns(2) * data(2)",
             "data holds replicas: at most one such part in a product, leftmost",
         ),
         ("columns(2) * columns(2)", "has two axes columns"),
-        ("central(2) * columns(2)", r"central\(2\) has servers, which know no other axes"),
-        ("data(2, micro=2) * stages(2)", r"data\(micro=...\) does not fit beside"),
+        ("central(2) * columns(2)", r"central\(2\) has servers, which allow no other factors"),
+        ("data(2, micro=2) * stages(2)", r"data\(micro=...\) does not fit with"),
         (
             "data(2, state=shared_memory) * columns(2)",
-            "cuts the model, of which each rank holds a part of its own",
+            "divides the model, and each rank holds its own part",
         ),
         ("data(2) * branch(2)", "the model has no branches"),
     ],
@@ -689,7 +689,7 @@ def test_impossible_products_are_refused(text: str, says: str) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("central(1)", r"central\(1\): its servers have no loop of your own; make it a Job"),
+        ("central(1)", r"central\(1\): its servers do not run your own loop; make it a Job"),
     ],
 )
 def test_user_partitions_in_a_user_loop_are_refused(text: str, says: str) -> None:
@@ -727,7 +727,7 @@ def test_run_without_remaining_steps_dismisses_its_server(tmp_path: Path) -> Non
     """It waited for a first step."""
     first = pg.train(job, Central(2), runs=tmp_path, save=6)
     with pytest.warns(
-        UserWarning, match="all 6 steps of 2 epoch.* were made; nothing is left to train"
+        UserWarning, match="all 6 steps of 2 epoch.* are finished; nothing is left to train"
     ):
         assert pg.train(job, Central(2), runs=tmp_path, resume=first.folder).losses == []
 

@@ -219,8 +219,8 @@ def test_gradient_that_is_never_finite_is_named(tmp_path: Path) -> None:
     ("strategy", "reason"),
     [
         ("server(2)", "servers update before"),
-        ("local(2, every=2)", "here workers step by themselves"),
-        ("federated(2, clients=4)", "here workers step by themselves"),
+        ("local(2, every=2)", "workers step by themselves"),
+        ("federated(2, clients=4)", "workers step by themselves"),
         ("data(2, compress=int8)", "what a compressor keeps"),
     ],
 )

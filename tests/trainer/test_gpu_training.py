@@ -208,7 +208,7 @@ def test_verify_on_the_gpu(text: str, tmp_path: Path) -> None:
 def test_nccl_with_a_gpu_per_rank(tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
         with pytest.raises(
-            pg.Refused, match="backend nccl wants a GPU per rank; here are 1 for 2 ranks"
+            pg.Refused, match="backend nccl needs a GPU per rank, and this host has 1 for 2 ranks"
         ):
             pg.train(DIGITS, "data(2)", runs=tmp_path, device="cuda", backend="nccl")
         pytest.skip("NCCL between ranks wants two GPUs, and this machine has one")

@@ -52,8 +52,8 @@ def test_slow_ranks_option_is_parsed() -> None:
         (3, None, "slow must be a text"),
         (None, 0, "pace must be seconds above 0"),
         (None, "fast", "pace must be seconds above 0"),
-        ("1=3x,1=4x", None, "rank 1 is there twice"),
-        ("random:0.2=3x,random:0.5=5x", None, "random is there twice"),
+        ("1=3x,1=4x", None, "rank 1 appears twice"),
+        ("random:0.2=3x,random:0.5=5x", None, "random appears twice"),
         ("2=3x", None, "there are 2 worker(s); give one from 0 to 1"),
     ],
 )
@@ -176,7 +176,7 @@ def test_fixed_shares_are_reported_at_start() -> None:
     """One epoch was trained with equal shares, and nothing was said."""
     with pytest.warns(
         UserWarning,
-        match="job vectors begins one alone, so they stay equal; give more epochs, or say the",
+        match="job vectors has only one, so they stay equal; give more epochs, or give the",
     ):
         validate_run(vectors(epochs=1), "data(2, shares=auto)")
     with pytest.warns(UserWarning, match="they stay equal"):
@@ -225,7 +225,7 @@ def test_batch_norm_does_not_hide_the_slow_rank(tmp_path: Path) -> None:
     "text", ["data(2, shares=auto) * pipeline(2)", "data(2, shares=auto, state=fully_sharded)"]
 )
 def test_pace_is_not_measured_if_forwards_wait_for_each_other(text: str) -> None:
-    with pytest.raises(pg.Refused, match=r"say the shares, such as shares=\[3, 1\]"):
+    with pytest.raises(pg.Refused, match=r"give the shares, such as shares=\[3, 1\]"):
         strategy(text)
 
 

@@ -583,7 +583,7 @@ def test_run_prints_its_summary(pool: Launcher, tmp_path: Path) -> None:
         lines.replace('"status":"finished"', '"status":"stopped"')
     )
     (tmp_path / "run" / "checkpoint-00000023").mkdir()
-    assert f"stopped at step 23, to go on with resume='{tmp_path / 'run'}'" in str(
+    assert f"stopped at step 23, continue with resume='{tmp_path / 'run'}'" in str(
         pg.Run(DIGITS, tmp_path / "run")
     )
 

@@ -32,7 +32,7 @@ LIBRARY = "pytorch_optimizer"
 # ---- what becomes of an optimizer that looks at more than elements -----------------------------
 NO_PIECES = "does not update element by element"
 OF_TENSORS: Outcomes = {SHARDED: Refused(NO_PIECES), SERVERS: Refused(NO_PIECES)}
-OF_MODELS: Outcomes = {**OF_TENSORS, PLACE: Refused("wants all parameters together")}
+OF_MODELS: Outcomes = {**OF_TENSORS, PLACE: Refused("needs all parameters together")}
 
 Optimizer = torch.optim.Optimizer
 Build = Callable[[Iterable[Tensor]], Optimizer]
@@ -144,7 +144,7 @@ ROWS: tuple[Row, ...] = tuple(
 # ---- which have no row, and why ------------------------------------------------------------------
 OF_TORCH = ("Adam", "AdamW", "LBFGS", "NAdam", "RMSprop", "SGD")  # the same classes
 TAKES_MODEL = "takes the model, and a job's optimizer takes parameters"
-WANTS_CLOSURE = "wants a closure"
+WANTS_CLOSURE = "needs a closure"
 WANTS_GRAPH = "wants gradients of gradients"
 FAILING = {
     "AdaHessian": WANTS_GRAPH,

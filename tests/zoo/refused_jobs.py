@@ -296,13 +296,13 @@ ROWS: tuple[Row, ...] = (
     refused("a running mean of its share", BUFFER, "a codebook's", Codebook, but=WHOLE),
     refused(
         "LBFGS",
-        "LBFGS wants a closure",
+        "LBFGS needs a closure",
         "it runs the model inside the update",
         optimizer=lambda parameters: torch.optim.LBFGS(parameters),
     ),
     refused(
         "ReduceLROnPlateau",
-        "ReduceLROnPlateau wants a metric",
+        "ReduceLROnPlateau needs a metric",
         "it wants a number that the step does not have",
         scheduler=lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer),
     ),

@@ -8,8 +8,8 @@ from zoo_rows import Equal, Outcomes, Refused
 
 FLOAT32 = Equal("its loss is computed in float32, of parts of the vocabulary in another order")
 WHOLE_TENSORS = Refused(
-    "wants whole tensors together .* and tensor\\(2\\) cuts them; use one that updates element by "
-    "element"
+    "needs whole tensors together .* and tensor\\(2\\) divides them; use one that updates element "
+    "by element"
 )
 SMALL_BATCHES = Equal("batch norm over few values")
 
@@ -57,8 +57,7 @@ IN_WIDTH: Outcomes = {
         "SGD has the hook centre, which may look at parameters that are on another rank"
     ),
     "compiled": Refused(
-        "compiled code asks nobody what it makes of a tensor that is divided; train it without "
-        "torch.compile"
+        "compiled code cannot compute with a tensor that is divided; train it without torch.compile"
     ),
 }
 

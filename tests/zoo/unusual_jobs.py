@@ -280,8 +280,8 @@ ROWS: tuple[Row, ...] = (
         Equal(),
         "torch.compile'd by the user",
         but=in_parts(
-            "torch.compile made the model one graph, which is not cut; give the model as it was "
-            "before"
+            "torch.compile made the model one graph, which cannot be divided; give the model "
+            "without torch.compile"
         ),
     ),
     row(

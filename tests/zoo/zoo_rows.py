@@ -136,7 +136,7 @@ ONE_MODULE = in_parts(
 )
 GRADIENTS = in_parts("a model that takes gradients itself is not cut, .* train it with data")
 LOOKS = in_parts(
-    "let Python look at values of the inputs alone, and modules at none that decide a shape"
+    "let Python look only at values of the inputs, and modules at no value that decides a shape"
 )
 UNCUT: Outcomes = {
     PIPELINE: Refused("cannot be cut into micro-batches|let the samples be its first dimension")

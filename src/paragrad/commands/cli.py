@@ -472,7 +472,7 @@ def run_draw(
             chosen = _load_typed_job(job, set_, batch=batch) if job else None
             if memory and chosen is None:
                 raise Refused(
-                    "--memory draws what a model's activations weigh; say which with --job JOB"
+                    "--memory draws the bytes of a model's activations; give the job with --job JOB"
                 )
             text = (
                 draw_memory(strategy, chosen, svg, data)
@@ -542,8 +542,8 @@ def run_simulate(
 
             if inside or slow or timeline or per_link > 1 or per_core > 1:
                 raise Refused(
-                    f"{chosen} is priced by closed form, with a link of every rank's own and none "
-                    "slow; leave out --inside, --slow, --timeline, --ranks-per-link and "
+                    f"{chosen} is priced by a formula, in which every rank has its own link and no "
+                    "link is slow; leave out --inside, --slow, --timeline, --ranks-per-link and "
                     "--ranks-per-core"
                 )
             simulation_report.print_compression_cost(

@@ -24,7 +24,7 @@ from paragrad.report.comparison_page import write_page
 from paragrad.report.comparison_table import Table
 from paragrad.report.equivalence.lockstep import measure_distances
 from paragrad.report.notebook import make_notebook_progress
-from paragrad.report.results import ROUNDING_BASELINE
+from paragrad.report.results import ROUNDING_BASELINE, list_row_names
 from paragrad.runtime.launcher_env import count_cores
 from paragrad.runtime.rendezvous import get_launched_size
 from paragrad.runtime.stop_signals import StopRequest, handle_stop_signals
@@ -362,20 +362,20 @@ def find_resumed_folder(folder: Path, header: Line, job: Job) -> Path:
     )
     if earlier is None:
         raise Refused(
-            f"{folder} holds no comparison; give the folder that a comparison was written to, as "
-            "it says at its end"
+            f"{folder} holds no comparison; give the folder that a comparison prints at its end"
         )
     if "identity" not in earlier:
         raise Refused(
-            f"{folder} is a comparison of an earlier version, which cannot be gone on with; begin "
-            "a new one"
+            f"{folder} is a comparison of an earlier version, which cannot be resumed; begin a new "
+            "one"
         )
     refuse_other_training(folder, earlier["identity"], header["identity"], f"job {job.name} has")
+    earlier = {**earlier, "strategies": list_row_names(earlier)}
     for what, name in (("strategies", "strategies"), ("--until", "until"), ("--seeds", "seeds")):
         if earlier[name] != header[name]:
             raise Refused(
                 f"{folder} is a comparison with {what} {_format_value_list(earlier[name])}, and "
-                f"here it is with {_format_value_list(header[name])}; go on with the same"
+                f"here it is with {_format_value_list(header[name])}; resume it with the same"
                 + (f": {earlier['command']}" if earlier.get("command") else "")
             )
     return folder

@@ -48,7 +48,7 @@ def price_compression(
     """
     if len(factors := list_factors(chosen)) > 1:
         raise Refused(
-            f"{chosen}: what compresses is priced by itself; simulate "
+            f"{chosen}: a strategy that compresses is priced alone; simulate "
             f"{next(each for each in factors if find_compressor(each))}"
         )
     if chosen.servers:

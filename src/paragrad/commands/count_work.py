@@ -50,7 +50,7 @@ def profile_job(job: Job, data: Path | None = None) -> JobProfile:
         except (RuntimeError, ValueError, TypeError) as error:
             raise Refused(
                 f"job {job.name}: one step of its model raised {type(error).__name__}: {error}; "
-                "mend the model, or give another --batch"
+                "repair the model, or give another --batch"
             ) from error
     return JobProfile(job.name, len(places), tuple(calls), products, tuple(uncounted))
 

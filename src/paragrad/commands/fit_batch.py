@@ -60,15 +60,15 @@ def fit_job_batch(
         return job, settings, None
     if settings.memory_budget is None:
         raise Refused(
-            f"job {job.name}: batch='fit' wants to know how much a rank may hold; add memory='2GB' "
+            f"job {job.name}: batch='fit' needs to know how much a rank may hold; add memory='2GB' "
             "(--memory 2GB), or give a whole number"
         )
     if settings.resume is not None:
         checkpoint = find_newest_checkpoint(Path(settings.resume))
         if (batch := checkpoint.state["identity"].get("batch")) is None:
             raise Refused(
-                f"{checkpoint.folder} was saved in a loop of its own, and knows no batch; go on "
-                "with it there"
+                f"{checkpoint.folder} was saved in a loop of your own, and has no batch; resume it "
+                "in that loop"
             )
         return (
             job.replace(batch=batch),
@@ -77,7 +77,7 @@ def fit_job_batch(
         )
     if get_launched_size() is not None:
         raise Refused(
-            "batch='fit' starts ranks of its own, and cannot under a launcher; find it with plain "
+            "batch='fit' starts its own ranks and cannot run under a launcher; find it with plain "
             "python, and give the number here"
         )
     chosen = strategy(requested)
@@ -85,7 +85,7 @@ def fit_job_batch(
     resolved = resolve_and_check_strategy(chosen, detect_environment(step_settings))
     if resolved.adapts_shares:
         raise Refused(
-            f"{chosen}: batch='fit' fits the largest share, and these change; say the shares, such "
+            f"{chosen}: batch='fit' fits the largest share, and shares change; give shares, such "
             "as shares=[3, 1]"
         )
     free_bytes = read_available_memory() if settings.device == "cpu" else None
@@ -93,7 +93,7 @@ def fit_job_batch(
         raise Refused(
             f"job {job.name}: memory {format_bytes(settings.memory_budget)} for each of "
             f"{resolved.size} rank(s) is more than the {format_bytes(free_bytes)} that this host "
-            f"has left; give at most {free_bytes // resolved.size >> 20}MiB"
+            f"has free; give at most {free_bytes // resolved.size >> 20}MiB"
         )
     division = resolved.division
     batch_multiple = sum(division.shares) * division.micro
@@ -188,8 +188,8 @@ class BatchSearch:
             return few, self.explain_batch(
                 few,
                 max(self.measure_batch_step(few), key=lambda each: sum(each.values())),
-                f"the largest that was seen to fit, for {MAX_TRIES} larger ones held more than was "
-                "foretold",
+                f"the largest that was seen to fit, because {MAX_TRIES} larger ones held more than "
+                "was predicted",
             )
         smallest_bytes = max(
             a - slope * (few - self.batch_multiple)
@@ -224,8 +224,8 @@ class BatchSearch:
             if batch == self.inspection.samples
             else f"{multiple} that the dataset has"
             if batch + self.batch_multiple > self.inspection.samples
-            else f"{multiple} of which no rank is to hold more than {format_bytes(self.budget)}, "
-            "by a straight line through two smaller steps"
+            else f"{multiple} of which no rank holds more than {format_bytes(self.budget)}, "
+            "predicted by a straight line through two smaller steps"
         )
         return (
             f"{limit}; in a step of it the fullest rank held "
@@ -248,7 +248,7 @@ class BatchSearch:
             with suppress(Refused):
                 self.validate_batch(fewer, self.inspection.samples)
                 self.refusal_note = (
-                    "" if fewer == batch else " whose epochs end in no batch that is refused,"
+                    "" if fewer == batch else " whose epochs end with an allowed batch,"
                 )
                 return fewer
         return batch

@@ -57,12 +57,12 @@ def hook(
         >>> import paragrad as pg
         >>> pg.hook("ring")
         Traceback (most recent call last):
-        paragrad.errors.Refused: hook wants a process group; call \
+        paragrad.errors.Refused: hook needs a process group; call \
 torch.distributed.init_process_group first
     """
     world = find_existing_world()
     if world is None:
-        raise Refused("hook wants a process group; call torch.distributed.init_process_group first")
+        raise Refused("hook needs a process group; call torch.distributed.init_process_group first")
     chosen_algorithm = _parse_hook_argument(algorithm)
     size = world.size
     compressor = chosen_algorithm if isinstance(chosen_algorithm, Compressor) else None
@@ -72,8 +72,8 @@ torch.distributed.init_process_group first
         )
     elif optimizer is not None or steps_per_epoch is not None:
         raise Refused(
-            f"hook('{chosen_algorithm}') wants no optimizer and no steps_per_epoch, which dgc has "
-            "a use for; leave them out"
+            f"hook('{chosen_algorithm}') takes no optimizer and no steps_per_epoch, which only dgc "
+            "uses; leave them out"
         )
     chosen = (
         Data(size, reduce=chosen_algorithm)
@@ -112,7 +112,7 @@ def _parse_hook_argument(algorithm: str | Choice) -> Any:
     except Refused as error:
         raise Refused(
             "hook takes the name of an all-reduce, such as 'ring' or 'ring_async(segments=4)', or "
-            f"one of your own; or that of a compressor, such as 'top_k(0.01)'; {error}"
+            f"one of your own; or the name of a compressor, such as 'top_k(0.01)'; {error}"
         ) from None
     return parsed
 
@@ -203,7 +203,7 @@ class CompressedBuckets(BucketQueue):
         # most of these are errors of the backend, and their messages do not say so
         except RuntimeError as error:
             raise StepFailed(
-                f"gradients could not be compressed and exchanged ({describe_error(error)}); where "
+                f"gradients could not be compressed and exchanged ({describe_error(error)}); if "
                 "a connection was lost, another rank has failed or is gone",
                 step=bucket.step,
             ) from error
@@ -223,8 +223,8 @@ class CompressedBuckets(BucketQueue):
                 raise StepFailed(
                     "dgc exchanged it twice, and the optimizer made no step in between; let "
                     "several backwards add up under no_sync(), and step after each that "
-                    "exchanges; a rank without further batches under join() makes none, so give "
-                    "all equally many",
+                    "exchanges; under join() a rank without more batches makes no step, so give "
+                    "all ranks equally many",
                     tensor=name,
                 )
             momentum.last_given_steps[parameter] = momentum.started_steps

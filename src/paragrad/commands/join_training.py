@@ -74,8 +74,8 @@ def join_training(
     if not key.exists():
         public = make_key_files(key)
         raise Refused(
-            f"--key {key} was not there, and is made now; have its public half {public} put into "
-            "the folder that the training was given by --allow, and join again"
+            f"--key {key} did not exist, and is made now; its public half {public} must be put "
+            "into the folder that the training got with --allow; then join again"
         )
     keys = read_key_pair(key)
     queue_address = Address(str(endpoint), read_public_key("--server-key", server_key))
@@ -84,12 +84,12 @@ def join_training(
         raise Refused(
             f"{endpoint} "
             + {
-                "unknown": f"does not let in the key of {key}; have its public half, "
-                f"{key.with_suffix(PUBLIC_SUFFIX)}, put into the folder that the training was "
-                "given by --allow",
-                "another key": f"has another key than {server_key}, or is no training; give the "
+                "unknown": f"does not accept the key of {key}; its public half, "
+                f"{key.with_suffix(PUBLIC_SUFFIX)}, must be put into the folder that the training "
+                "got with --allow",
+                "another key": f"has another key than {server_key}, or is not a training; give the "
                 "office.key of the run that listens there",
-                "silent": "is silent; give the address as the training printed it",
+                "silent": "does not answer; give the address as the training printed it",
             }[rejection]
         )
     allocator.keep_freed_memory()

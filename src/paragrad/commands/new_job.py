@@ -21,8 +21,8 @@ def write_job_file(path: Path) -> None:
     """
     if path.suffix != ".py" or not path.stem.isidentifier():
         raise Refused(
-            f"{path} is no name of a Python module; give letters, digits and underscores with .py "
-            "at the end, such as mine.py"
+            f"{path} is not the name of a Python module; give letters, digits and underscores with "
+            ".py at the end, such as mine.py"
         )
     if not path.parent.is_dir():
         raise Refused(f"there is no folder {path.parent}; make it first")

@@ -137,7 +137,7 @@ def parallelize(
     size = get_launched_size()
     environment = detect_environment(settings, has_own_loop=True)
     if because := chosen.guarantees.jobs_only or (
-        chosen.servers and "its servers have no loop of your own; make it a Job"
+        chosen.servers and "its servers do not run your own loop; make it a Job"
     ):
         raise Refused(f"{chosen}: {because}")  # whatever the number of ranks
     resolved = resolve_and_check_strategy(chosen, environment)
@@ -227,10 +227,10 @@ def _check_loop_arguments(
     settings: Settings,
 ) -> None:
     if not isinstance(model, nn.Module):
-        raise Refused(f"parallelize wants a torch.nn.Module, got {type(model).__name__}")
+        raise Refused(f"parallelize needs a torch.nn.Module, got {type(model).__name__}")
     if not callable(loss):
         raise Refused(
-            "parallelize wants a loss: f(output, target) -> the mean over samples, or (sum, weight)"
+            "parallelize needs a loss: f(output, target) -> the mean over samples, or (sum, weight)"
         )
     if clip_norm is not None and not clip_norm > 0:
         raise Refused(f"clip_norm must be above 0 or None, got {clip_norm!r}")

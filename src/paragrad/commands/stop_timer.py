@@ -93,6 +93,6 @@ class StopTimer:
             return
         places = self.launcher.locate_ranks()
         raise StopOverdue(
-            f"the run was asked to stop, and came no further for {self.allowed_seconds:.0f} s; "
+            f"the run was asked to stop, and made no progress for {self.allowed_seconds:.0f} s; "
             f"its ranks were killed, and this step is not saved{places and f': {places}'}"
         )

@@ -179,7 +179,7 @@ def train(
         or find_step_schedule(validated_run.resolved, validated_run.size)
     ):
         warnings.warn(
-            f"nobody reads the machine file {validated_run.settings.machine}: "
+            f"the machine file {validated_run.settings.machine} is not used: "
             f"{validated_run.resolved} has no all-reduce to pick; leave out --machine, or give "
             "data(n, state=replicated) over gloo",
             stacklevel=2,
@@ -523,15 +523,15 @@ def _list_recorded_choices(validated_run: ValidatedRun) -> Iterator[tuple[str, s
     if not validated_run.resolved.exact:
         yield (
             "training",
-            "another than serial's",
-            ("by its design: judge it by its tests, and see how far it is by `paragrad compare`"),
+            "not the same as serial's",
+            ("by its design: judge it by its tests, and see the difference in `paragrad compare`"),
         )
     if validated_run.rounds:
         yield (
             "rounds",
             str(validated_run.rounds),
             (
-                "as many as pass over as many samples as the job's epochs do"
+                "as many as pass over all samples of the job's epochs"
                 if validated_run.rounds.requested_rounds is None
                 else "asked for"
             ),

@@ -26,8 +26,8 @@ from paragrad.trainer.settings import Settings, refuse_old_arguments
 from paragrad.validation.validate import ValidatedRun, validate_run
 
 NO_COMMON_STEP = (
-    "there is no step to compare: clients train apart for a round, each over samples of its own, "
-    "from the round's weights; it is another training, to be judged by its tests"
+    "there is no step to compare: clients train apart for a round, each over its own samples, "
+    "from the round's weights; it is not the same training, so judge it by its tests"
 )
 
 
@@ -169,7 +169,7 @@ def _compare_run(
                     if error.step is None or error.step < job_steps
                     else (
                         f"; a comparison makes {COMPARED_STEPS} steps and the job {job_steps}: if "
-                        "something of it ends with these (a scheduler), give it more epochs"
+                        "a part of it ends with these (a scheduler), give it more epochs"
                     )
                 )
                 raise error.with_message(

@@ -441,9 +441,9 @@ def _read_targets(dataset: Any, indices: list[int], requested: str) -> list[int]
         return list(map(_read_class, samples))
     except Exception as error:
         raise Refused(
-            f"{requested} divides samples by their class, and of samples {indices[0]} to "
-            f"{indices[-1]} it could not be read: {describe_error(error)}; give split=even, or "
-            "targets that are classes"
+            f"{requested} divides samples by their class, which cannot be read for samples "
+            f"{indices[0]} to {indices[-1]}: {describe_error(error)}; give split=even, or targets "
+            "that are classes"
         ) from error
 
 
@@ -458,10 +458,10 @@ def _read_class(sample: Any) -> int:
     if value.size != 1 or value.dtype.kind not in INTEGER_KINDS:
         if isinstance(sample, Mapping) and target is None:
             raise ValueError(
-                f"a sample is a dict without {' or '.join(map(repr, LABEL_KEYS))}, where its class "
-                "is looked for"
+                f"a sample is a dict without {' or '.join(map(repr, LABEL_KEYS))}, so it has no "
+                "class"
             )
         raise ValueError(
-            f"a target is {value.size} value(s) of type {value.dtype}, and no whole number"
+            f"a target is {value.size} value(s) of type {value.dtype}, not one whole number"
         )
     return int(value.reshape(-1)[0])

@@ -159,7 +159,7 @@ def _find_given_files(dataset: str, data: Path) -> dict[str, Path]:
     source = PUBLISHED_FILES[dataset][0].url.rpartition("/")[0]
     raise Refused(
         f"{data} holds no file of the data set {dataset}; put "
-        f"{_join_names(_list_file_names(dataset))} there, each with or without .gz, or name no "
+        f"{_join_names(_list_file_names(dataset))} there, each with or without .gz, or give no "
         f"folder (--data, PARAGRAD_DATA): they are then downloaded once, from {source}"
     )
 
@@ -190,13 +190,14 @@ def _fetch_cached_file(dataset: str, original: PublishedFile) -> Path:
             error.close()  # the error keeps the connection open
         reason = shorten(f"{type(error).__name__}: {error}", 160)
         raise _make_unavailable_error(
-            dataset, f"{original.packed_name} could not be got from {original.url} ({reason})"
+            dataset,
+            f"{original.packed_name} could not be downloaded from {original.url} ({reason})",
         ) from error
     except ValueError as error:  # the digest differed, and pooch deleted the file
         raise _make_unavailable_error(
             dataset,
-            f"what {original.url} sends is not the original {original.packed_name}: its sha256 is "
-            f"not {original.sha256}; nothing of it was kept",
+            f"the file from {original.url} is not the original {original.packed_name}: its sha256 "
+            f"is not {original.sha256}, and the file was deleted",
         ) from error
     finally:
         pooch.get_logger().setLevel(level)

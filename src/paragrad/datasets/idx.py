@@ -45,8 +45,8 @@ def read_idx(path: Path) -> Tensor:
     if len(raw) < 4 or raw[:2] != b"\0\0":
         start = f"begins with {raw[:4].hex(' ')}" if raw else "is empty"
         raise Refused(
-            f"{path} is no IDX file: it {start}, and an IDX file with 00 00, type and dimensions; "
-            f"{COPY_HINT}"
+            f"{path} is no IDX file: it {start}, and an IDX file begins with 00 00, type and "
+            f"dimensions; {COPY_HINT}"
         )
     if raw[2] not in ELEMENT_TYPES:
         known = ", ".join(f"{code:02x} {element[0]}" for code, element in ELEMENT_TYPES.items())
@@ -120,7 +120,7 @@ def _read_idx_shape(path: Path, raw: bytes) -> tuple[int, ...]:
     dims = raw[3]
     if not 1 <= dims <= 8:
         raise Refused(
-            f"{path}: its header says {dims} dimensions, and 1 to 8 are understood; {COPY_HINT}"
+            f"{path}: its header says {dims} dimensions, and 1 to 8 are allowed; {COPY_HINT}"
         )
     if len(raw) < 4 + 4 * dims:
         raise Refused(

@@ -73,16 +73,15 @@ def _load_in_processes(samples: Samples, keys: Iterable[Any], loaders: int) -> I
         if error.errno != errno.ENOSPC:
             raise
         raise StepFailed(
-            "/dev/shm, in which loaders have their semaphores, is full; make room there, or load "
-            "without loaders (leave out --loaders)"
+            "/dev/shm is full, and loaders need room there for semaphores; make room there, or "
+            "load without loaders (leave out --loaders)"
         ) from error
     except RuntimeError as error:
         if BUS_ERROR not in str(error):
             raise
         raise StepFailed(
-            "a bus error ended a loader: a file that the dataset maps into memory was cut short, "
-            "or what it shares finds no room in /dev/shm; load without loaders (leave out "
-            "--loaders)"
+            "a bus error ended a loader: a file that the dataset maps into memory became shorter, "
+            "or /dev/shm is full; load without loaders (leave out --loaders)"
         ) from error
 
 

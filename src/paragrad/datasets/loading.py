@@ -31,7 +31,7 @@ Collate = Callable[[list[Any]], Any]
 PROBE_SAMPLES = 5  # samples that test a collate
 SHARE_HINT = (
     "; if it drops samples, let it keep them with targets that do not count, or leave them out of "
-    "the dataset; if it wants the whole batch, give it that: collate=paragrad.WholeBatch(collate)"
+    "the dataset; if it needs the whole batch, write collate=paragrad.WholeBatch(collate)"
 )
 
 
@@ -108,7 +108,7 @@ class Samples:
         if self.collate is None and getattr(dataset, "whole_batches", False):
             with limit_time(
                 self.sample_timeout * len(indices),
-                f"samples {indices[0]}, ... of the dataset were not there",
+                f"samples {indices[0]}, ... of the dataset were not loaded",
             ):
                 return dataset[indices]
         with keep_generators():
@@ -140,7 +140,7 @@ class Samples:
         for index in indices:
             repeated = f" {index.occurrence}" if isinstance(index, RepeatedIndex) else ""
             seed_generators(f"sample {self.seed} {epoch} {index}{repeated}")
-            with limit_time(self.sample_timeout, f"sample {index} of the dataset was not there"):
+            with limit_time(self.sample_timeout, f"sample {index} of the dataset was not loaded"):
                 drawn.append(self._read_sample(index))
         seed_generators(f"collate {self.seed} {epoch} {indices[0]}")
         return drawn
@@ -201,7 +201,7 @@ def explain_whole_batch(samples: Samples, batch: int) -> str | None:
             )
     except Exception:
         return None
-    return "it puts samples in an order of its own"
+    return "it changes the order of the samples"
 
 
 def wrap_collate_if_needed(samples: Samples, batch: int) -> Samples:
@@ -234,8 +234,8 @@ def refuse_loader(dataset: Any, what: str) -> None:
     if isinstance(dataset, DataLoader):
         raise Refused(
             f"{what} is a DataLoader, which makes batches of its own; give the dataset itself, the "
-            f"global batch size as batch={dataset.batch_size or '...'}, and what the loader has as "
-            "collate_fn as collate="
+            f"global batch size as batch={dataset.batch_size or '...'}, and its collate_fn as "
+            "collate="
         )
     if is_stream(dataset):
         raise Refused(

@@ -117,7 +117,7 @@ class SampleOrder:
             if (count := len(self.sampler.draw_indices(epoch))) != self.samples:
                 raise StepFailed(
                     f"the sampler gives {count} samples in epoch {epoch} and {self.samples} in the "
-                    "first; let all epochs have as many"
+                    "first; give the same number in all epochs"
                 )
             return self.sampler.list_samples(epoch, positions)
         if self.is_in_order:
@@ -193,7 +193,7 @@ def refuse_endless_dataset(samples: int, what: str) -> None:
     """
     if samples > MAX_SAMPLES:
         raise Refused(
-            f"{what} has {samples} samples, whose end nobody would see; let its __len__ say how "
+            f"{what} has {samples} samples, too many for one epoch; let its __len__ return how "
             f"many an epoch has, at most {MAX_SAMPLES}"
         )
 
@@ -218,7 +218,7 @@ def refuse_oversized_dataset(samples: int, what: str, ranks: int = 1) -> None:
             (f" in each of {ranks} ranks", ", or start fewer ranks") if ranks > 1 else ("", "")
         )
         raise Refused(
-            f"{what} has {samples} samples, whose order takes {BYTES_PER_SAMPLE} bytes a sample "
+            f"{what} has {samples} samples; their order takes {BYTES_PER_SAMPLE} bytes a sample "
             f"while it is made{on_ranks}, and there is memory for "
-            f"{available // (ranks * BYTES_PER_SAMPLE)}; let its __len__ say no more{repair}"
+            f"{available // (ranks * BYTES_PER_SAMPLE)}; let its __len__ return no more{repair}"
         )

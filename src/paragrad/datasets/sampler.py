@@ -174,8 +174,8 @@ def draw_sampler(sampler: Any, seed: int, epoch: int) -> Any:
         indices = numpy.empty((0, 0))
     if indices.ndim != 1 or (indices.size and indices.dtype.kind not in "iu"):
         raise Refused(
-            "the sampler must give the index of one sample after the other, as whole numbers; it "
-            f"gave {str(drawn[:3])[1:-1]}, ..."
+            "the sampler must give one index for each sample, as whole numbers; it gave "
+            f"{str(drawn[:3])[1:-1]}, ..."
         )
     if indices.size and indices.min() < 0:
         raise Refused(f"the sampler gives index {indices.min()}; give indices from 0")
@@ -197,8 +197,8 @@ def check_sampler(sampler: Any, seed: int, samples: int, epochs: int) -> None:
     if isinstance(sampler, BatchSampler | DistributedSampler):
         parts = "batches" if isinstance(sampler, BatchSampler) else "shares of ranks"
         raise Refused(
-            f"the sampler is a {type(sampler).__name__}, which makes {parts}, as paragrad does; "
-            "give the sampler that one worker has, of single samples"
+            f"the sampler is a {type(sampler).__name__}, which makes {parts}, and paragrad makes "
+            "them itself; give the sampler of one worker, which gives single samples"
         )
     if not isinstance(sampler, Sampler) and not callable(sampler):
         raise Refused(
@@ -210,9 +210,9 @@ def check_sampler(sampler: Any, seed: int, samples: int, epochs: int) -> None:
     other = copy_sampler(sampler)
     if not numpy.array_equal(draw_sampler(other, seed, 1), second):
         raise Refused(
-            "the sampler gives another order for an epoch when it is asked again: it counts how "
-            "often it was asked, or draws from a generator of its own; give a function f(epoch, "
-            "generator) that draws from this generator alone"
+            "the sampler gives another order for an epoch when it is asked again: it counts its "
+            "calls, or has its own random generator; give a function f(epoch, generator) that "
+            "draws only from this generator"
         )
     if not len(first):
         raise Refused("the sampler gives no samples; let it give at least one index")
@@ -221,7 +221,7 @@ def check_sampler(sampler: Any, seed: int, samples: int, epochs: int) -> None:
     if len(second) != len(first):
         raise Refused(
             f"the sampler gives {len(first)} samples in the first epoch and {len(second)} in the "
-            "second; let all epochs have as many"
+            "second; give the same number in all epochs"
         )
     largest = max(first.max(), second.max(initial=0))
     if largest >= samples:

@@ -127,7 +127,7 @@ class Stream:
             self._cursor = None
             cursor.drop_before(first)
             while cursor.next_index <= last:
-                message = f"sample {cursor.next_index} of the stream was not there"
+                message = f"sample {cursor.next_index} of the stream was not loaded"
                 with limit_time(timeout, message):
                     cursor.read_next(self.length)
             cursor.keep_generators()
@@ -167,10 +167,10 @@ class Stream:
             if not _is_same_value(one, other):
                 raise Refused(
                     f"the stream gives another sample {index} when it is read again from its "
-                    "beginning, and each rank reads it: it goes on where it was, or draws from a "
-                    "generator of its own; give Stream a function f(epoch) that begins it anew, "
-                    "and let it draw by torch, numpy.random or random themselves, which are "
-                    "seeded for each epoch"
+                    "beginning, as each rank reads it: it continues where it stopped, or has its "
+                    "own random generator; give Stream a function f(epoch) that starts again, and "
+                    "let it draw by torch, numpy.random or random themselves, which are seeded "
+                    "for each epoch"
                 )
         self._is_checked = True
 

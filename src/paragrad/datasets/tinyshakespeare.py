@@ -85,8 +85,8 @@ def load_windows(data: Path | None, train: bool, length: int) -> Windows:
     if len(excerpt) <= length:
         raise Refused(
             f"tinyshakespeare has {len(excerpt)} characters "
-            f"{'to train on' if train else 'to test with'}, and a window is {length} and the next; "
-            "give a shorter one"
+            f"{'to train on' if train else 'to test with'}, and a window needs {length + 1}; "
+            "give a shorter window"
         )
     return Windows(excerpt, length)
 

@@ -331,8 +331,8 @@ class BatchNorm:
             return run_torch(True)
         if per_sample:
             raise ValueError(
-                "a batch norm inside of samples came where the first step had one over the "
-                "batch; let the model call its batch norms in the same order in every step"
+                "the model calls a batch norm inside of samples where the first step called one "
+                "over the batch; let the model call its batch norms in the same order in every step"
             )
         # the statistics of all ranks
         return self._normalize_globally(

@@ -40,12 +40,12 @@ from paragrad.strategies.strategy import Strategy
 TEST_TRAFFIC = "tests"
 CHECKPOINT_TRAFFIC = "checkpoints"
 SHARED_PARAMETER_CHANGED = (
-    "the forward changes a parameter, which every rank would do, and here they share it; train "
+    "the forward changes a parameter, which every rank would do, but the ranks share it; train "
     "with state=replicated, if the change does not depend on samples, or with serial, or change it "
     "in the optimizer's step"
 )
 UNCARRIED_PARAMETER_CHANGED = (
-    "a forward changes it, besides gradients and buffers, and a cut model does not carry that "
+    "a forward changes it, besides gradients and buffers, and a divided model does not carry that "
     "from part to part; fill it before the training if the first forward does so, or train it with "
     "data(n)"
 )
@@ -369,7 +369,7 @@ class Exchange(ABC):
         ]:
             raise StepFailed(
                 "it was frozen or unfrozen after step 0, and ranks exchange what was trained "
-                "then; train with that from the beginning, or parallelize the model anew",
+                "then; train with that from the beginning, or parallelize the model again",
                 tensor=", ".join(changed),
             )
         if self.held_at_start is None:
@@ -383,7 +383,7 @@ class Exchange(ABC):
         ):
             raise StepFailed(
                 "it was added after step 0, and ranks exchange what the model had then; train "
-                "with it from the beginning, or parallelize the model anew",
+                "with it from the beginning, or parallelize the model again",
                 tensor=", ".join(each.removeprefix("model.") for each in added[:3]),
             )
 

@@ -158,18 +158,18 @@ def explain_no_measurement(strategy: Strategy) -> str | None:
         or not (strategy.exact or compressed)
     ):
         return (
-            "compares the gradient of each share with that of the whole batch, and here no rank "
+            "compares the gradient of each share with that of the whole batch, and no rank "
             "has both; train for a while under data(n), or serial(micro=2)"
         )
     if not strategy.exact:
         return (
-            "compares the gradient of each share with that of the whole batch, of which every "
-            "rank has what was sent; leave out compress for a while"
+            "compares the gradient of each share with that of the whole batch, of which ranks "
+            "have only the compressed form; leave out compress for a while"
         )
     division = strategy.division
     if len(division.shares) * division.micro < 2:
         return (
-            "compares gradients of parts of a batch with that of all, and here is one part; give "
-            "data(n), or micro=2 or more"
+            "compares gradients of parts of a batch with that of all, and this batch has one part; "
+            "give data(n), or micro=2 or more"
         )
     return None

@@ -154,7 +154,7 @@ class ShardSpec:
             return max(self.where.start, other.where.start) < min(self.where.stop, other.where.stop)
         if isinstance(self.where, range) or isinstance(other.where, range):
             raise StepFailed(
-                "one rank holds a range of it and another one boxes; hold it alike everywhere",
+                "one rank holds a range of it and another one boxes; give every rank the same form",
                 tensor=self.name,
             )
         return any(
@@ -196,7 +196,7 @@ def assemble_tensors(parts: Iterable[tuple[ShardSpec, Tensor | None]]) -> dict[s
             except RuntimeError as error:
                 raise StepFailed(
                     f"a part of it has the shape {tuple(part.shape)} now, and had another one when "
-                    "the model was cut",
+                    "the model was divided",
                     tensor=spec.name,
                 ) from error
     return serial_tensors
@@ -376,8 +376,8 @@ class Layout:
             return [dict(group) for group in groups], state
         if late := [name for each in (*groups, state) for name in each if name not in self.specs]:
             raise StepFailed(
-                "it was not there when the model was cut, and has no place in the whole; make it "
-                "in the constructor, or train it with data(n)",
+                "it did not exist when the model was divided, and has no place in the whole model; "
+                "make it in the constructor, or train it with data(n)",
                 tensor=", ".join(late[:3]),
             )
         specs = {
@@ -624,8 +624,8 @@ def check_loss_ranks(weights: list[float], loss_rank_count: int) -> None:
         weights[loss_rank_count:]
     ):
         raise StepFailed(
-            f"of the ranks of one replica {loss_rank_count} say that they give the loss, and they "
-            f"are not those that have one (weights {weights}, those that say so first); mend "
+            f"of the ranks of one replica {loss_rank_count} say that they give the loss, but "
+            f"other ranks have it (weights {weights}, the ranks that say so first); correct "
             "ModelShard(has_output=)"
         )
 
@@ -663,9 +663,10 @@ def build_empty_model(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model, dict(_make_placeholders(model)))
     except RuntimeError as error:
         raise StepFailed(
-            f"the model cannot be copied, as a cut wants it: {error}. Keep nothing in attributes "
-            "that is computed of parameters (torch.nn.utils.parametrizations.weight_norm, not "
-            "torch.nn.utils.weight_norm), or train it with data(n)"
+            f"the model cannot be copied, which its division needs: {error}. Keep nothing in "
+            "attributes that is computed from parameters "
+            "(torch.nn.utils.parametrizations.weight_norm, not torch.nn.utils.weight_norm), or "
+            "train it with data(n)"
         ) from error
 
 

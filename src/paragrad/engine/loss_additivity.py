@@ -44,8 +44,8 @@ MIXES_SAMPLES = (
     "place, tensor)"
 )
 COMPARES_SAMPLES = (
-    "what it divides by adds up, and what it divides does not, as where samples of a batch are "
-    "compared with each other. Train it where every rank has the whole batch (serial, place, "
+    "its divisor adds up over parts, but its sum does not: perhaps it compares samples of "
+    "a batch with each other. Train it where every rank has the whole batch (serial, place, "
     "tensor)"
 )
 BATCH_DRAWS = (
@@ -257,7 +257,7 @@ def find_additivity_error(
         )
         evidence += f", which divide by {of_whole} and {' + '.join(of_halves)}"
     if not cause and not whole.weight_known:
-        cause = " (no one divisor can be read off it: it is several means, or a function of a mean)"
+        cause = " (it has no single divisor: it is several means, or a function of a mean)"
     repair = f"return the pair (sum, weight) with the weight it divides by{cause}"
     if same_divisor and whole.weight_known and not cause:
         repair = COMPARES_SAMPLES
@@ -430,15 +430,15 @@ def _explain_cause(
     ]
     if shapes[1] != shapes[0] or shapes[2] != shapes[0]:
         return (
-            " (the parts are padded otherwise than the whole; whether that is the cause was not "
+            " (the parts are padded differently from the whole; whether that is the cause was not "
             "tested)"
         )
     if (parts_weight := sum(half.weight for half in halves)) > whole.weight and not _is_close(
         parts_weight, whole.weight, tolerance
     ):
         return (
-            " (the divisors do not add up, as where a constant is in each, or keeps it from 0: "
-            "leave it out of the pair, in which a weight of 0 counts for nothing)"
+            " (the divisors do not add up, perhaps because a constant is in each, or keeps it "
+            "above 0: leave it out of the pair, in which a weight of 0 is allowed)"
         )
     return ""
 

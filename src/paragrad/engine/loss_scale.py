@@ -101,7 +101,7 @@ def explain_no_loss_scale(strategy: Strategy) -> str | None:
     if strategy.servers:
         reason = "servers update before a worker knows that a gradient overflowed"
     elif strategy.trains_clients or not strategy.guarantees.replicas_equal:
-        reason = "here workers step by themselves, each with a scale of its own"
+        reason = "workers step by themselves, each with its own scale"
     elif find_compressor(strategy) is not None:
         reason = "what a compressor keeps of a gradient that overflowed stays infinite"
     else:

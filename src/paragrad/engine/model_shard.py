@@ -110,7 +110,7 @@ class ModelShard:
         )
         if unknown := [name for name, each in self.specs.items() if each.name not in earlier.specs]:
             raise StepFailed(
-                f"a cut says that {unknown[0]} holds of {self.specs[unknown[0]].name}, which the "
+                f"the spec of {unknown[0]} names {self.specs[unknown[0]].name}, which the "
                 "model does not have"
             )
         specs = {

@@ -37,7 +37,7 @@ from paragrad.strategies.shares import MicroBatch
 # activations are counted in so many steps: this costs some microseconds for each saved tensor
 COUNTED_STEPS = 2
 CHANGED_IN_BACKWARD = (
-    "a backward changes it (an optimizer in a hook, perhaps), and here its gradient is that of a "
+    "a backward changes it (an optimizer in a hook, perhaps), but its gradient is that of a "
     "part of the batch, or other ranks have the parameter too; change it in the optimizer's step, "
     "or train with serial"
 )

@@ -536,7 +536,7 @@ class Clock:
         if self.durations is None or action.what not in self.durations:
             known = ", ".join(self.durations or ()) or "none"
             raise ScheduleError(
-                f"rank {rank} computes {action}, and the clock was not told for how long "
-                f"(durations of: {known}); give durations={{{action.what!r}: seconds}}"
+                f"rank {rank} computes {action}, and the clock was not told how long that "
+                f"takes (durations of: {known}); give durations={{{action.what!r}: seconds}}"
             )
         return self.durations[action.what]

@@ -203,7 +203,7 @@ def _check_machine(machine: Machine) -> None:
         if len(link.points) == 1 or sorted({size for size, _ in link.points}) != [
             size for size, _ in link.points
         ]:
-            raise ValueError(f"the points of {of} are not at two or more sizes, in order")
+            raise ValueError(f"the points of {of} need two or more sizes, in ascending order")
     for name, value in named_values:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < inf:
             raise ValueError(f"{name} is {value!r}")
@@ -260,7 +260,7 @@ def read_machine_file(path: Path, cores: int) -> tuple[Machine, str | None]:
     Raises:
         Refused: If it is no machine file of this version, with the repair.
     """
-    repair = f"write it anew: paragrad measure --output {path}"
+    repair = f"write a new one: paragrad measure --output {path}"
     try:
         content: dict[str, Any] = json.loads(path.read_text())
         schema = content.pop("schema")
@@ -278,7 +278,7 @@ def read_machine_file(path: Path, cores: int) -> tuple[Machine, str | None]:
         machine = Machine(links=links, **content)
         _check_machine(machine)
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
-        raise Refused(f"{path} lacks or misnames something ({error}); {repair}") from None
+        raise Refused(f"{path} has a missing or wrong entry ({error}); {repair}") from None
     warning = None
     if machine.cores != cores:
         warning = (

@@ -30,8 +30,8 @@ def read_program(program: Callable[[int, int], Program], rank: int, size: int) -
         actions = program(rank, size)
         if not hasattr(actions, "__next__"):
             raise ScheduleError(
-                f"rank {rank}'s program is of type {type(actions).__name__}, no iterator: yield "
-                "its actions"
+                f"rank {rank}'s program is of type {type(actions).__name__}, not an iterator: "
+                "yield its actions"
             )
         for done, action in enumerate(actions, 1):
             if problem := _find_action_error(action, rank, size):
@@ -58,7 +58,8 @@ def _find_action_error(action: Action, rank: int, size: int) -> str | None:
         return _find_slot_error(action.at)
     else:
         return (
-            f"{action!r} is of type {type(action).__name__}, no action: yield Send, Recv or Compute"
+            f"{action!r} is of type {type(action).__name__}, not an action: yield Send, Recv or "
+            "Compute"
         )
     if isinstance(peer, int) and 0 <= peer < size and peer != rank:
         return _find_slot_error(slot)

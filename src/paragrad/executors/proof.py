@@ -74,7 +74,7 @@ def _build_all_sums(schedule: Any, size: int) -> list[SlotBits]:
 def _build_owned_sums(schedule: Any, size: int) -> list[SlotBits]:
     owned = [schedule.owns(rank, size) for rank in range(size)]
     if unowned := set(range(count_parts(schedule, size))).difference(*owned):
-        raise ScheduleError(f"nobody owns slot {min(unowned)}")
+        raise ScheduleError(f"no rank owns slot {min(unowned)}")
     return [dict.fromkeys(parts, (1 << size) - 1) for parts in owned]
 
 
@@ -114,8 +114,8 @@ def _mark_pass(rank: int, action: Compute, held: SlotBits) -> None:
     needed = {"F": (), "B": ("F",), "I": ("F",), "W": ("I",)}.get(action.what)
     if needed is None or mark not in held:
         raise ScheduleError(
-            f"rank {rank} computes {action.what!r}, which is no part of a pipeline: F, and B or I "
-            "and W"
+            f"rank {rank} computes {action.what!r}, which is no part of a pipeline; it has F, and "
+            "B or I and W"
         )
     if held[mark]:
         raise ScheduleError(f"rank {rank} makes {action} twice")
@@ -210,8 +210,8 @@ def prove_schedule(
         parts = count_parts(schedule, size)
         if (again := count_parts(schedule, size)) != parts:
             raise ScheduleError(
-                f"parts({size}) is {parts}, and {again} when asked again; let it depend on the "
-                "size alone"
+                f"parts({size}) is {parts}, and {again} at the second call; let it depend on "
+                "the size alone"
             )
         length = parts if length is None else length
     contributions = Contributions.build(schedule, size, length, goal)
@@ -236,8 +236,8 @@ def _check_program_repeats(schedule: Schedule, size: int, actions: list[list[Act
         for number, (one, other) in enumerate(zip_longest(first, again), 1):
             if one != other:
                 raise ScheduleError(
-                    f"rank {rank}, action {number} of its program: {one or 'its end'}, and when "
-                    f"asked again {other or 'its end'}; let it depend on rank and size alone"
+                    f"rank {rank}, action {number} of its program: {one or 'its end'}, and at the "
+                    f"second call {other or 'its end'}; let it depend on rank and size alone"
                 )
 
 
@@ -259,7 +259,7 @@ def check_schedule(schedule: Schedule, size: int, goal_name: str = "all-reduce")
             prove_schedule(schedule, size, goal=GOALS[goal_name])
         except ScheduleError as error:
             raise Refused(
-                f"{schedule} is no {goal_name} of {size} ranks: {error}; mend the schedule"
+                f"{schedule} is no {goal_name} of {size} ranks: {error}; correct the schedule"
             ) from None
 
 
@@ -351,7 +351,7 @@ class Contributions:
         if self.action_counts[rank] > MAX_SENDS_PER_PEER * size + 2 * size * len(self.lengths):
             raise ScheduleError(
                 f"rank {rank}'s program does not end: it has sent {self.action_counts[rank]} "
-                f"messages, and goes on (round {self.rounds.current[rank]})"
+                f"messages, and continues (round {self.rounds.current[rank]})"
             )
 
     def read(self, rank: int, send: Send) -> list[int]:
@@ -418,7 +418,7 @@ class Contributions:
         """Return what came into a slot last, and which rank first overwrote the missing bits."""
         explanation = "it never takes that slot"
         if (rank, slot) in self.last_received:
-            explanation = "the last it takes of that slot comes in round {} ({})".format(
+            explanation = "it takes that slot for the last time in round {} ({})".format(
                 *self.last_received[rank, slot]
             )
         for bits, part, victim, now, recv in self.overwritten:

@@ -90,4 +90,4 @@ class AdditionChains:
 
     def compute(self, rank: int, action: Compute) -> None:
         """Refuse a Compute: an exchange only adds."""
-        raise ScheduleError(f"rank {rank}: {action} is no addition of an exchange")
+        raise ScheduleError(f"rank {rank} computes {action}, and an exchange only adds")

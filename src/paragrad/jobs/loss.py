@@ -387,9 +387,8 @@ class LossModule(nn.Module):
             return WeighedLoss(total, True, 0.0)
         if samples and has_zero_weight(total):
             raise StepFailed(
-                "the targets of a share all weigh 0, and its loss has a smoothed part all the "
-                "same, which a mean cannot tell, for it divides by that 0; return the pair (sum, "
-                "weight)",
+                "the targets of a share all weigh 0, and its loss has a smoothed part, which the "
+                "mean divides by that 0; return the pair (sum, weight)",
                 tensor="loss",
             )
         # a mean of nothing is 0/0, its sum is 0
@@ -406,8 +405,8 @@ class LossModule(nn.Module):
                 self.doubtful_weight = weight
             if weight is None and self.has_traced_divisor:
                 raise StepFailed(
-                    "what the loss's mean divides by could be read off in the first step and "
-                    "cannot in this one; return the pair (sum, weight)",
+                    "the divisor of the loss's mean was found in the first step and cannot be "
+                    "found in this step; return the pair (sum, weight)",
                     tensor="loss",
                 )
         if weight is None:

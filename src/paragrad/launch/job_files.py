@@ -105,8 +105,8 @@ def pickle_task(task: Any) -> tuple[bytes, tuple[JobFile, ...]]:
         raise Refused(
             f"{_find_unpicklable(task)} cannot be sent to the ranks ({type(error).__name__}: "
             f"{error}); put the job into a file and a function around it there, such as "
-            "loss=lambda output, target: own(output, target), for what functions of a job file "
-            "name is not sent: every rank runs the file"
+            "loss=lambda output, target: own(output, target); every rank runs the file, so nothing "
+            "that its functions name is sent"
         ) from error
     return pickled_task, tuple(
         replace(file, changed_globals=_find_changed_globals(file.name))
@@ -133,7 +133,7 @@ def _pickle_value(value: Any) -> bytes:
         return out.getvalue()
 
 
-def _find_unpicklable(value: Any, name: str = "what they are to do") -> str:
+def _find_unpicklable(value: Any, name: str = "the task") -> str:
     """Find what in a value cannot be pickled: the name of the innermost field."""
     parts = (
         [(name, each) for each in value]

@@ -202,7 +202,9 @@ class Launcher:
         folder = self.open_shared_folder()
         # the folder is removed with the server that started the other processes
         if not folder.is_dir():
-            raise RankFailed("the server of the ranks ended, and its ranks with it", rank=None)
+            raise RankFailed(
+                "the server of the ranks ended, and its ranks ended with it", rank=None
+            )
         self.task_count += 1
         (process,) = server.start_processes([folder / f"stacks-apart-{self.task_count}"])
         self.extra_processes[number] = process
@@ -256,7 +258,7 @@ class Launcher:
             for number, process in processes.items()
             if process.stack_file.is_file()
         )
-        return ", ".join(f"rank {number} stands at {place}" for number, place in places if place)
+        return ", ".join(f"rank {number} is at {place}" for number, place in places if place)
 
     def kill_ranks(self) -> None:
         """Kill all ranks. The next `run` starts new ones."""
@@ -405,8 +407,7 @@ class ResultCollector:
         # give the ranks time to write their stacks
         wait([self.processes[rank].socket for rank in silent], DEATH_GRACE_SECONDS)
         stacks = "\n".join(
-            f"rank {rank} stands at:\n{self.processes[rank].stack_file.read_text()}"
-            for rank in silent
+            f"rank {rank} is at:\n{self.processes[rank].stack_file.read_text()}" for rank in silent
         )
         return RankFailed(
             f"no answer from rank(s) {', '.join(map(str, silent))} within {self.deadline:g} "

@@ -148,7 +148,7 @@ class ForkServerProcess:
         try:
             ending = describe_exit_code(self.popen.wait(END_SECONDS))
         except subprocess.TimeoutExpired:
-            ending = f"closed its socket and is still there after {END_SECONDS:g} s"
+            ending = f"closed its socket and still runs after {END_SECONDS:g} s"
         return RankFailed(
             f"the server of the ranks {ending}, and its ranks ended with it", rank=None
         )
@@ -221,7 +221,8 @@ class RankProcess:
             message, pidfds, *_ = socket.recv_fds(self.status_socket, NUMBER_FORMAT.size, 1)
         except TimeoutError:
             raise RankFailed(
-                f"the server of the ranks has not started one within {START_SECONDS:g} s", rank=None
+                f"the server of the ranks did not start a rank within {START_SECONDS:g} s",
+                rank=None,
             ) from None
         except ConnectionResetError:
             message = b""
@@ -283,7 +284,7 @@ class RankProcess:
             code = self.wait_exit_code(END_SECONDS)
         except TimeoutError:
             return RankFailed(
-                f"the process of rank {rank} closed its socket and is still there after "
+                f"the process of rank {rank} closed its socket and still runs after "
                 f"{END_SECONDS:g} s",
                 rank=rank,
             )

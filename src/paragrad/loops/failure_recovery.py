@@ -252,7 +252,7 @@ class RecoveryCoordinator:
             self.failures.append(
                 (
                     PROCESS_DIED,
-                    RankFailed("it does not come to its end, as the others have", rank=late),
+                    RankFailed("it does not end, but other workers have ended", rank=late),
                 )
             )
         # the cause of the first failures may arrive until then
@@ -332,7 +332,7 @@ class RecoveryCoordinator:
                 rewind_record(self.folder, len(self.workers), step)
             else:
                 self.record_event(
-                    "again", f"{failure}; all workers begin again with step {step}", step
+                    "again", f"{failure}; all workers start again from step {step}", step
                 )
             return step, last
         raise failure.with_message(f"{failure.message}; and {reason}")
@@ -378,7 +378,7 @@ class RecoveryCoordinator:
         if gone := [
             number - len(self.workers) for number in self.servers if number not in self.pool.members
         ]:
-            raise StepFailed(f"server(s) {', '.join(map(str, gone))} are gone")
+            raise StepFailed(f"server(s) {', '.join(map(str, gone))} have ended")
 
     def halt_servers(self) -> tuple[int, tuple[tuple[float, float], ...]]:
         """Halt all servers, and bring them to one step.
@@ -424,7 +424,7 @@ class RecoveryCoordinator:
             )
             versions = {header.version for _, header, _ in client.send_requests(resume_requests)}
         if versions != {first["updates"]}:
-            raise StepFailed(f"servers stand at steps {sorted(versions)}")
+            raise StepFailed(f"servers are at different steps: {sorted(versions)}")
         return first["updates"], tuple((weight, loss) for weight, loss in first["shares"])
 
     def restore_snapshots(self, failure: RankFailed, reason: str) -> None:

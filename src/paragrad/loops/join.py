@@ -71,7 +71,7 @@ def refuse_other_job(identity: Mapping[str, Any], text: bytes) -> None:
         other_identity = dict(json.loads(text))
         if extra := len(other_identity.keys() - identity.keys()):
             raise InvalidMessage(
-                f"a job that is known by {extra} thing(s) more than the one that is trained"
+                f"a job that is described by {extra} thing(s) more than the one that is trained"
             )
         for name, value in identity.items():
             try:
@@ -117,8 +117,8 @@ def request_join(
     text = json.dumps(build_join_identity(job, inspection)).encode()
     if len(text) > MAX_IDENTITY_BYTES:
         raise Refused(
-            f"job {job.name} is known by {len(text):,} bytes, and a training hears of "
-            f"{MAX_IDENTITY_BYTES:,} at most; shorten what its model or loss shows of itself (repr)"
+            f"the description of job {job.name} has {len(text):,} bytes, and a training reads at "
+            f"most {MAX_IDENTITY_BYTES:,}; shorten the repr of its model or loss"
         )
     client = ServerClient(
         [queue_address],

@@ -161,7 +161,7 @@ class JoinCoordinator:
             return None
         if (number := self.joined_numbers.get((key, sender))) is None:
             if len(self.joined_numbers) >= MAX_JOINED:
-                raise InvalidMessage(f"{MAX_JOINED} have joined already")
+                raise InvalidMessage(f"{MAX_JOINED} workers have joined already")
             number = self._register_worker(key)
             self.joined_numbers[key, sender] = number
         settings = self.validated_run.settings
@@ -215,7 +215,7 @@ class JoinCoordinator:
             and report["weight"] >= 0
             and math.isfinite(report["loss"] * report["weight"])
         ):
-            raise InvalidMessage("numbers of a step that cannot be")
+            raise InvalidMessage("impossible numbers of a step")
 
     def record_ticket(self, number: int, ticket: Ticket, report: dict[str, float]) -> None:
         """Write the step line of a share that was applied and has no line yet.
@@ -237,4 +237,6 @@ class JoinCoordinator:
         """Record that a worker has left. No other worker can join by its number."""
         self.keys.pop(number, None)
         (self.endpoints.joined_folder / f"{number}{PUBLIC_SUFFIX}").unlink(missing_ok=True)
-        self.record_event("left", f"worker {number} left; others get what it was at", rank=number)
+        self.record_event(
+            "left", f"worker {number} left; other workers get its unfinished work", rank=number
+        )

@@ -557,8 +557,8 @@ class QueueCoordinator(Loop[int]):
             if not self.queue.is_ended:
                 self.record_event(
                     "gone",
-                    f"worker {number}, which joined, is not reached any more; others get what it "
-                    "was at",
+                    f"worker {number}, which joined, is not connected any more; other workers get "
+                    "its unfinished work",
                     rank=number,
                 )
         for number in {numbers[each] for each in ready if each in numbers}:
@@ -566,8 +566,8 @@ class QueueCoordinator(Loop[int]):
         for number in self.queue.drop_late_workers():
             self.record_event(
                 "late",
-                f"worker {number} was at its samples for longer than {self.queue.limit:g} s; "
-                "others get them",
+                f"worker {number} worked on its samples for longer than {self.queue.limit:g} s; "
+                "other workers get them",
                 rank=number,
             )
             self.overdue_since[number] = time.monotonic()
@@ -606,7 +606,7 @@ class QueueCoordinator(Loop[int]):
             if not self.queue.is_ended:
                 replacement = self.allocate_number()
                 self.record_event(
-                    "replaced", f"{value}; worker {replacement} is there for it", rank=number
+                    "replaced", f"{value}; worker {replacement} replaces it", rank=number
                 )
                 self.start_process(replacement, None)
         else:

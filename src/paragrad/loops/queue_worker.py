@@ -247,7 +247,7 @@ class QueueWorker(BatchLoop[Ticket]):
             [(0, Header(MessageType.NEXT, self.endpoints.job), (text,))]
         ):
             if header.kind != MessageType.GIVEN:
-                raise StepFailed("the work queue answered with something else than a ticket")
+                raise StepFailed("the work queue did not answer with a ticket")
             return Ticket(**json.loads(bytes(rest[0])))
         raise StepFailed("the work queue does not answer")
 

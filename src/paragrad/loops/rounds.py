@@ -35,13 +35,12 @@ from paragrad.trainer.checkpoint.checkpoint_files import SavedCheckpoint
 from paragrad.trainer.step_observer import StepResult
 
 ZERO_RATE = (
-    "the rate is 0, and stays so in a round: its clients train for nothing; let the warm-up begin "
-    "above 0"
+    "the rate is 0 in the whole round, so its clients learn nothing; let the warm-up begin above 0"
 )
 # fraction of the timeout for other workers: a sample that is late then costs its client, and not
 # the run
 LOADING_PATIENCE = 0.5
-ALL_CLIENTS_LOST = "no client of any round came back; of the last one that was lost: {}"
+ALL_CLIENTS_LOST = "no client of any round came back; the last failure: {}"
 
 
 class RoundTraining(TrainingLoop):
@@ -123,8 +122,7 @@ class RoundTraining(TrainingLoop):
         self.training.log.write_choice(
             "rounds",
             f"from round {finished} on",
-            "the first that begins after as many samples as "
-            f"{saved.step} steps of serial pass over",
+            f"the first round after the samples of {saved.step} steps of serial",
         )
         return finished
 
@@ -133,7 +131,7 @@ class RoundTraining(TrainingLoop):
         if self.trainer.optimizer.state:
             self.trainer.optimizer.state.clear()
             self.training.log.write_choice(
-                "checkpoint", "without the optimizer's state", "every client's optimizer is fresh"
+                "checkpoint", "without the optimizer's state", "every client makes a new optimizer"
             )
 
     def finish_resumed_epoch(self, epoch: int) -> bool:
@@ -279,7 +277,7 @@ class RoundTraining(TrainingLoop):
         )
         self.training.log.write_event(
             CLIENT_LOST,
-            f"{self.failure_cause}; the round's mean is over the others",
+            f"{self.failure_cause}; the round's mean is over the other clients",
             round=round_number,
             client=turn.client,
         )
@@ -292,7 +290,7 @@ class RoundTraining(TrainingLoop):
         if len(lost) == len(turns):
             self.training.log.write_event(
                 NO_CLIENT_RETURNED,
-                f"round {round_number}: no client came back; the weights stay",
+                f"round {round_number}: no client came back; the weights do not change",
                 round=round_number,
             )
         self.epoch_fields = {

@@ -338,7 +338,7 @@ class TrainingLoop(BatchLoop[int]):
                 raise
             checkpoint = self.folder / f"checkpoint-{self.saved_progress:08}"
             raise StepFailed(
-                f"{error.message}. The checkpoint before it is {checkpoint}; go on from it with "
+                f"{error.message}. The checkpoint before it is {checkpoint}; continue from it with "
                 f"resume={str(checkpoint)!r}",
                 step=error.step,
                 tensor=error.tensor,

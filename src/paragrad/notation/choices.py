@@ -235,9 +235,8 @@ class Choice:
             for spec in list_options(cls):
                 if "kinds" not in spec.metadata or spec.name in RESERVED_FIELDS:
                     raise Refused(
-                        f"{cls.__name__}.{spec.name} is no option; write it under a name of its "
-                        f"own and as an option, such as {spec.name}: int = option(Integer(), "
-                        "default=1)"
+                        f"{cls.__name__}.{spec.name} is no option; write it with an unused name "
+                        f"and as an option, such as {spec.name}: int = option(Integer(), default=1)"
                     )
 
     def __post_init__(self) -> None:

@@ -58,7 +58,7 @@ class StrategyParser:
         for match in self.tokens:
             if match.group("wrong") in QUOTES:
                 bare = text.translate(dict.fromkeys(map(ord, QUOTES)))
-                self.refuse_syntax(f"names stand without quotes: {bare}", match.start("wrong"))
+                self.refuse_syntax(f"write names without quotes: {bare}", match.start("wrong"))
             if match.lastgroup == "wrong":
                 self.refuse_syntax(f"cannot read {match.group('wrong')!r}", match.start("wrong"))
 
@@ -219,7 +219,7 @@ def parse_products(text: str) -> tuple[tuple[CallExpression, ...], ...]:
         if not reader.accept_token(";"):
             break
     if reader.peek_token() == ",":
-        reader.refuse_syntax("between strategies stands ; and not ,")
+        reader.refuse_syntax("write ; between strategies, not ,")
     reader.expect_end()
     if not products:
         raise Refused("no strategy was given; write for example data(2, reduce=ring)")

@@ -65,8 +65,8 @@ class Lamb(LayerwiseOptimizer):
         first, second = group["betas"]
         if parameter.is_complex():
             raise ValueError(
-                "a parameter is complex, of which the paper says nothing; use torch.optim.Adam, "
-                "or Lars"
+                "a parameter is complex, which the paper on LAMB does not define; use "
+                "torch.optim.Adam, or Lars"
             )
         state = self.state[parameter]
         if not state:

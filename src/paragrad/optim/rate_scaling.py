@@ -105,8 +105,8 @@ class Scaled(LRScheduler):
         """
         if epoch is not None:
             raise ValueError(
-                "Scaled counts steps of the batch, and goes to no epoch; leave it out, one step() "
-                "a step"
+                "Scaled counts steps, not epochs; leave out the epoch, and call step() once "
+                "for each step"
             )
         own_steps = (
             [(self.last_epoch + more) * self.before // self.steps for more in (0, 1)]
@@ -190,9 +190,10 @@ def adapt_scheduler(job: Job, samples: int) -> tuple[Job, str | None]:
     factor = SCALING_RULES[job.scale_lr](min(job.batch, samples) / min(job.own_batch, samples))
     warm_up_steps = round(job.warm_up * steps)
     explanation = (
-        f"{job.scale_lr} scaling, for the batch is {job.batch} and the job's own {job.own_batch}"
+        f"{job.scale_lr} scaling, because the batch is {job.batch} and the job's own batch is "
+        f"{job.own_batch}"
         + (
-            f"; from the job's own rate in even parts over the first {warm_up_steps} steps "
+            f"; from the job's own rate in equal parts over the first {warm_up_steps} steps "
             f"({job.warm_up:g} epochs)"
             if warm_up_steps
             else ""
@@ -232,10 +233,10 @@ def _check_scaling(job: Job) -> None:
         )
     if job.own_batch is None:
         raise Refused(
-            f"job {job.name}: scale_lr wants to know for which batch the learning rate was chosen, "
-            f"and this one has had no other than {job.batch}; change it by job.replace(batch=...) "
-            "(--batch), or say own_batch=... (an optimizer that is given beside a batch is for "
-            "that one)"
+            f"job {job.name}: scale_lr needs the batch for which the learning rate was chosen, and "
+            f"this job has had only batch {job.batch}; change it by job.replace(batch=...) "
+            "(--batch), or give own_batch=... (an optimizer that is given together with a batch "
+            "is for that batch)"
         )
     if isinstance(job.own_batch, bool) or not isinstance(job.own_batch, int) or job.own_batch < 1:
         raise Refused(

@@ -176,7 +176,7 @@ def build_model_shard(
         inspect_model = _find_function(factor, "inspect_model")
         if inspect_model and factor.name not in inspections:
             with (
-                stragglers.explain_timeout("rank 0 looks where to cut the model"),
+                stragglers.explain_timeout("rank 0 decides where to divide the model"),
                 act_alone(),
             ):
                 inspections[factor.name] = world.broadcast_object(
@@ -231,8 +231,8 @@ def check_equal_schedules(world: World, strategy: Strategy) -> None:
             if not torch.equal(other_digest, digest):
                 raise StepFailed(
                     f"{plan.schedule} has another program on rank {rank} than on rank "
-                    f"{world.rank}: it is to be a function of (rank, size) alone, not of the "
-                    "process, its environment or chance"
+                    f"{world.rank}: it must be a function of (rank, size) only, not of the "
+                    "process, its environment or random numbers"
                 )
 
 
@@ -277,7 +277,7 @@ def build_exchange(
         Exchange, required_method
     ):
         raise StepFailed(
-            f"{strategy} has servers, and its {type(result).__name__} no {required_method}; "
+            f"{strategy} has servers, and its {type(result).__name__} has no {required_method}; "
             f"give it a method {required_method}(self)"
         )
     if unused := {what for values in replica.restored_tensors.values() for what in values} - set(

@@ -440,7 +440,7 @@ def _format_trial_time(seconds: float) -> str:
 
 def _describe_equals(equals: list[Choice]) -> str:
     return (
-        f"; not told apart, and the simplest taken: {', '.join(map(str, equals))}"
+        f"; no measurable difference between {', '.join(map(str, equals))}: the simplest is taken"
         if len(equals) > 1
         else ""
     )

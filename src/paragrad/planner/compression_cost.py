@@ -132,7 +132,7 @@ def predict_compression_cost(
     if type(compressor).sends is Compressor.sends:
         raise Refused(
             f"{strategy}: how much {compressor} sends depends on the gradients; simulate "
-            "top_k(0.01) in its place"
+            "top_k(0.01) instead"
         )
     if not compressor.compresses(choose_vector_shape(compressor, size)):
         raise Refused(
@@ -142,7 +142,7 @@ def predict_compression_cost(
     try:
         compute_exchange_cost(schedule, workers, 1)
     except LookupError as error:
-        raise Refused(f"{strategy}: {error}, by which it is priced; leave reduce out") from None
+        raise Refused(f"{strategy}: {error}, and its price needs one; leave reduce out") from None
     cluster = Cluster(machine.select_link(link), machine.gamma)
 
     def predict_parts(length: float, beta: float) -> tuple[float, bool, float, float, float]:

@@ -207,7 +207,7 @@ def simulate_exchange(
     # a user's schedule may fail with more ranks than are proved
     except ScheduleError as error:
         raise Refused(
-            f"{schedule} is no {plan.goal} of {workers} ranks: {error}; mend the schedule"
+            f"{schedule} is no {plan.goal} of {workers} ranks: {error}; correct the schedule"
         ) from None
     closed_form, cost = _compute_closed_form(schedule, workers, length, cluster, element)
     return Simulation(

@@ -212,7 +212,7 @@ def predict_step(record: Record, machine: Machine | None = None) -> StepPredicti
     }
     lengths |= {f"told {rank}": STATUS_BYTES for rank in range(size)}
     link = Link(0.0, 0.0)
-    messages = "what posting it took, and no time on its way"
+    messages = "the time to post it, and no transfer time"
     if machine is not None:
         link = machine.select_link(record.header["backend"])
         messages = f"the link as measured ({machine.measured})"

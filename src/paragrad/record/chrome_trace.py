@@ -41,7 +41,7 @@ def check_trace_path(path: Path) -> None:
         partial.unlink(missing_ok=True)  # under a launcher, all ranks try this
     except OSError as error:
         raise Refused(
-            f"--trace {path}: {error.strerror}; give a file in a folder that is there and can be "
+            f"--trace {path}: {error.strerror}; give a file in a folder that exists and can be "
             "written"
         ) from None
 

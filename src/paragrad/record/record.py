@@ -134,8 +134,8 @@ class Recorder:
             except BlockingIOError:
                 self.file.close()
                 raise Refused(
-                    f"{path} is still being written to; let the command that does so end, or stop "
-                    "it"
+                    f"{path} is still being written to; wait until the command that writes it "
+                    "ends, or stop it"
                 ) from None
             except OSError:  # a file system without locks
                 pass
@@ -227,7 +227,7 @@ def create_run_folder(parent: Path, name: str) -> Path:
                 f"cannot write runs to {parent}: {error.strerror}; give another folder with --runs"
             ) from None
         return folder
-    raise Refused(f"{parent} is full of runs of this second; give another folder with --runs")
+    raise Refused(f"{parent} has too many runs of this second; give another folder with --runs")
 
 
 def read_lines(path: Path, spans: bool = True) -> Iterator[Line]:
@@ -331,7 +331,7 @@ class Record:
         self.header: Line = next((line for line in lines if line["kind"] == "run"), {})
         if self.header.get("schema", RECORD_SCHEMA) > RECORD_SCHEMA:
             raise Refused(
-                f"{folder} is a record of version {self.header['schema']}, this paragrad reads "
+                f"{folder} is a record of version {self.header['schema']}, but this paragrad reads "
                 f"versions up to {RECORD_SCHEMA}; read it with paragrad "
                 f"{dict(self.header.get('machine') or {}).get('paragrad', 'of its time')}, which "
                 "wrote it"

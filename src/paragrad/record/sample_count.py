@@ -41,8 +41,8 @@ class SampleCount:
             return "no epoch was finished"
         if self.in_rounds:
             return (
-                f"{self.seen} of the {self.samples} samples that clients of {self.epochs} round(s) "
-                f"were to train on, {self.twice} twice, {self.missed} missed"
+                f"{self.seen} of the {self.samples} samples that clients had to train on in "
+                f"{self.epochs} round(s), {self.twice} twice, {self.missed} missed"
             )
         return (
             f"{self.seen} of {self.samples} samples seen in each of {self.epochs} epoch(s), "

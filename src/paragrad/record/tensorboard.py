@@ -18,7 +18,7 @@ def check_tensorboard() -> None:
     """
     if importlib.util.find_spec("tensorboard") is None:
         raise Refused(
-            "event files want the package tensorboard; pip install 'paragrad[tensorboard]'"
+            "event files need the package tensorboard; pip install 'paragrad[tensorboard]'"
         )
 
 

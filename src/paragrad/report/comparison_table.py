@@ -18,7 +18,7 @@ from paragrad.report.timing import MIN_BLOCKS, SpeedUp, StepTime
 MIN_SERIAL_SECONDS = 5e-3
 
 # the meaning of * at a number of bytes
-COMPUTED_NOTE = "computed from the closed form of the backend's own collective"
+COMPUTED_NOTE = "computed from the formula of the backend's own collective"
 
 TABLE_COLUMNS = (
     "strategy",
@@ -358,29 +358,30 @@ def list_timing_doubts(table: ComparisonResults) -> list[str]:
             max(getattr(load, name) for load in loads) for name in ("switched", "others")
         )
         sentences.append(
-            f"!: other work kept up to {cores:.1f} of {loads[0].cores} cores busy meanwhile"
+            f"!: other programs kept up to {cores:.1f} of {loads[0].cores} cores busy during the "
+            "run"
             + (
                 f", and the system gave a rank's core to another thread up to {switches:,.0f} "
-                "times a second"
+                "times per second"
                 if switches >= 1
                 else ""
             )
-            + "; such times say little"
+            + "; do not trust these times"
         )
     if any(each.is_narrow and not each.is_significant for each in ratios):
         sentences.append(
-            "two numbers (as 0.8-1.3x) in place of a speed-up: the times of steps scatter so much "
-            "that it may lie anywhere between them (90 % interval)"
+            "two numbers, such as 0.8-1.3x: the speed-up lies between them (90 % interval); the "
+            "times of steps vary too much for one number"
         )
     if any(each.finite_bounds is not None and not each.is_narrow for each in ratios):
         sentences.append(
-            "unknown: the times of steps scatter so much that the speed-up may be twice as large "
-            "at one end of its 90 % interval as at the other; compare more epochs"
+            "unknown: the times of steps vary so much that one end of the speed-up's 90 % interval "
+            "is more than twice the other end; train more epochs"
         )
     if any(each.finite_bounds is None for each in ratios):
         sentences.append(
-            f"no speed-up (-) where a strategy made fewer than {MIN_BLOCKS} steps after its first: "
-            "so few say nothing"
+            f"- as speed-up: the strategy made fewer than {MIN_BLOCKS} steps after its first, too "
+            "few for a speed-up"
         )
     return sentences
 
@@ -409,8 +410,8 @@ def list_notes(table: ComparisonResults) -> list[str]:
     lines += [
         f"machine: {machine['cores']} cores, {machine['cpu']}, torch {machine['torch']}, Python "
         f"{machine['python']}",
-        f"speed-up: over serial with all {machine['cores']} threads; difference: from serial in "
-        "float64 over 20 steps; parameters: digest of the final ones",
+        f"speed-up: compared with serial with all {machine['cores']} threads; difference: from "
+        "serial in float64 over 20 steps; parameters: digest of the final parameters",
     ]
     lines += list_timing_doubts(table)
     if any(row.seeds > 1 for row in table.rows):
@@ -419,18 +420,19 @@ def list_notes(table: ComparisonResults) -> list[str]:
             "parameters: one digest per seed"
         )
     if any(number["computed"] for row in table.rows for number in row.sent.values()):
-        lines.append(f"*: {COMPUTED_NOTE}; the rest was counted on the wire")
+        lines.append(f"*: {COMPUTED_NOTE}; numbers without * are counted")
     inexact = [row.strategy for row in table.rows if not row.exact]
     if inexact:
         lines.append(
-            f"{'; '.join(inexact)}: another training than serial's, by design; tests judge it, not "
-            "the difference"
+            f"{'; '.join(inexact)}: by design not the same training as serial; judge it by the "
+            "test, not by the difference"
         )
     serial_seconds = next((row.seconds_per_step for row in table.rows if row.reference), None)
     if serial_seconds is not None and serial_seconds < MIN_SERIAL_SECONDS:
         lines.append(
-            f"No speed-up is promised on {table.job}: a serial step takes "
-            f"{1e3 * serial_seconds:.2f} ms, too short for an exchange to pay; it shows that the "
-            "training is the same" + (" under the others" if inexact else "")
+            f"expect no speed-up on {table.job}: a serial step takes only "
+            f"{1e3 * serial_seconds:.2f} ms, so an exchange costs more time than it saves; the "
+            "comparison shows that the training is the same"
+            + (" under the other strategies" if inexact else "")
         )
     return lines

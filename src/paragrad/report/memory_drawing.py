@@ -69,7 +69,7 @@ def draw_memory_text(title: str, ranks: Sequence[RankMemory], svg: Path | None =
             svg.write_text(add_theme_style(draw_memory_svg(title, ranks)))
         except OSError as error:
             raise Refused(
-                f"--svg {svg}: {error.strerror}; give a file in a folder that is there and can be "
+                f"--svg {svg}: {error.strerror}; give a file in a folder that exists and can be "
                 "written"
             ) from None
     most = max(1, *(each.peak.bytes for each in ranks))
@@ -94,7 +94,7 @@ def _format_memory_table(ranks: Sequence[RankMemory]) -> list[str]:
         for kind in ("parameters", "gradients", "optimizer", "exchange")
         if any(each.counted_bytes for each in ranks)
     ]
-    rows = [("rank", "activations, foretold", "in", "counted", "in a test", *kinds)]
+    rows = [("rank", "activations, predicted", "in", "counted", "in a test", *kinds)]
     for each in ranks:
         counted = each.counted_bytes or {}
         rows.append(

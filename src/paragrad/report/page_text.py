@@ -45,7 +45,7 @@ def write_lead(table: ComparisonResults) -> str:
     seeds = table.comparison_line["seeds"]
     sentences = [
         f"{count_strategies(table)}"
-        f"{' and the rounding twin' if _has_rounding_baseline(table) else ''}, "
+        f"{' and the rounding baseline' if _has_rounding_baseline(table) else ''}, "
         f"{'one seed' if seeds == 1 else f'{seeds} seeds'}{' each' if len(table.rows) > 1 else ''}."
     ]
     difference_column = list_columns(table).index("difference")
@@ -53,8 +53,8 @@ def write_lead(table: ComparisonResults) -> str:
     if compared_rows:
         worst = max(compared_rows, key=lambda row: row.difference or 0.0)
         sentences.append(
-            "Largest difference from serial, over 20 steps in float64: "
-            f"{format_cells(table, worst)[difference_column]}, by {worst.strategy}."
+            "Largest difference from serial over 20 steps in float64: "
+            f"{format_cells(table, worst)[difference_column]}, under {worst.strategy}."
         )
     failed = [row.strategy for row in table.rows if row.failure]
     if failed:
@@ -100,29 +100,28 @@ def define_columns(table: ComparisonResults) -> list[tuple[str, str]]:
             if has_several_seeds
             else ""
         ),
-        "ms/step": "median milliseconds per step of the slowest rank, or where workers step by "
-        "themselves (asp, ssp, backup workers, clients) of all together; without the first step, "
-        "which warms up"
+        "ms/step": "median milliseconds of a step, of the slowest rank, without the first step; if "
+        "workers step independently (asp, ssp, backup workers, clients), of all workers together"
         + ("; median over seeds" if has_several_seeds else "")
-        + "; the charts over seconds take it for every step",
+        + "; the charts over seconds use this value for every step",
         "speed-up": f"milliseconds per step of serial with all {table.machine['cores']} threads, "
         f"divided by the strategy's",
-        "over 1 thread": "the same, against serial with one thread",
-        "sent/rank/step": "bytes of payload a rank hands to the wire in a step, by kind; of the "
-        "rank and step that sent most",
+        "over 1 thread": "the same, compared with serial with one thread",
+        "sent/rank/step": "bytes of payload that a rank sends in a step, by kind; of the rank "
+        "and step that sent most",
         "memory": "bytes of parameters, gradients, optimizer state, activations (counted) and "
         "exchange, of the rank that holds most",
         "difference": "from serial, in float64 over 20 steps: the largest difference of any tensor "
         "(gradients, parameters, buffers), relative to the largest value in that tensor",
         "where largest": "the tensor with that difference",
-        "parameters": "the first digits of a digest of the trained parameters: equal digests, "
-        "equal bits",
+        "parameters": "the first digits of a digest of the trained parameters; equal digests "
+        "mean equal bits",
     }
     if table.until:
         meanings = {
-            f"seconds, epochs, samples to {table.until}": "to the end of the first epoch whose "
-            "test reached the goal; seconds: its steps, each taking the ms/step; where workers "
-            "step by themselves, by the clock (an epoch of clients is a round)"
+            f"seconds, epochs, samples to {table.until}": "until the end of the first epoch with a "
+            "test that reached the goal; seconds: the number of steps times ms/step, or the "
+            "measured time if workers step independently; an epoch of clients is a round"
             + ("; means over seeds" if has_several_seeds else ""),
             **meanings,
         }
@@ -281,11 +280,13 @@ def _explain_end(record: Record, until: str | None) -> str:
             if line["kind"] == "event" and line["name"] == ENDED_EARLY:
                 return str(line["message"])
         return (
-            "so many steps were asked for" if "limit" in settings else f"the test reached {until}"
+            "the run was limited to this number of steps"
+            if "limit" in settings
+            else f"the test reached {until}"
         )
     return {
         "stopped": "asked to stop (SIGTERM)",
         "interrupted": "interrupted (Ctrl-C)",
-        "died": "killed, for its record has no end",
+        "died": "killed (its record has no end)",
         "failed": f"failed: {end['error'] and end['error']['message']}",
     }[end["status"]]

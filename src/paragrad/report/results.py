@@ -15,7 +15,8 @@ from paragrad.report.timing import NO_SPEED_UP, SpeedUp, StepTime, measure_step_
 from paragrad.strategies.serial import Serial
 from paragrad.trainer.settings import Settings
 
-ROUNDING_BASELINE = "rounding twin"  # serial with the samples of each batch in reverse order
+ROUNDING_BASELINE = "rounding baseline"  # serial with the samples of each batch in reverse order
+EARLIER_ROUNDING_BASELINE = "rounding twin"  # the name of that row in earlier records
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ class ComparisonResults:
     @cached_property
     def rows(self) -> list[ComparisonRow]:
         """The row of each strategy."""
-        names = self.comparison_line.get("strategies", [""] * len(self.comparison_line["rows"]))
+        names = list_row_names(self.comparison_line)
         return [
             _build_row(self, name, runs)
             for name, runs in zip(names, self.comparison_line["rows"], strict=True)
@@ -286,6 +287,20 @@ class ComparisonResults:
             "machine": self.machine,
             "rows": [row.to_json() for row in self.rows],
         }
+
+
+def list_row_names(comparison_line: Line) -> list[str]:
+    """List the names of a comparison's rows.
+
+    Args:
+        comparison_line: The comparison's own first line.
+
+    Returns:
+        The names. The rounding baseline of an earlier record has its present name.
+    """
+    # records of version 1 have no names
+    names = comparison_line.get("strategies", [""] * len(comparison_line["rows"]))
+    return [ROUNDING_BASELINE if name == EARLIER_ROUNDING_BASELINE else name for name in names]
 
 
 def _build_row(results: ComparisonResults, strategy: str, names: list[str]) -> ComparisonRow:

@@ -58,7 +58,7 @@ class Run(Record):
             facts.append(f"{1e3 * self.seconds_per_step:.2f} ms per step")
         if self.stopped:
             facts.append(
-                f"stopped at step {self.checkpoint_step}, to go on with resume={str(self.folder)!r}"
+                f"stopped at step {self.checkpoint_step}, continue with resume={str(self.folder)!r}"
             )
         return ", ".join([*facts, f"in {self.folder}"])
 
@@ -191,8 +191,8 @@ class Run(Record):
             return strategy(text)
         except Refused as error:
             raise Refused(
-                f"{self.folder} was trained under {text}: {error} (one of your own is known once "
-                "the file that defines it is imported)"
+                f"{self.folder} was trained under {text}: {error} (if the strategy is your own, "
+                "import the file that defines it first)"
             ) from None
 
     @property
@@ -238,8 +238,8 @@ class Run(Record):
             load_weights(model, path)
         except RuntimeError as error:
             raise Refused(
-                f"{path} does not fit the model as job {self.job.name} builds it: a forward made, "
-                "tied or reshaped what it holds; load it by safetensors into one that has made a "
-                f"forward ({error})"
+                f"{path} does not fit the model as job {self.job.name} builds it: a forward "
+                "created, tied or reshaped its parameters; load the file by safetensors into a "
+                f"model that has made a forward ({error})"
             ) from error
         return model

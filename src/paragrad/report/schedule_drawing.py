@@ -97,8 +97,8 @@ def _format_stage_table(parts: Sequence[StageSummary]) -> list[str]:
             "parameters",
             "matrix products",
             "measured alone",
-            "goes on",
-            "comes back",
+            "activations",
+            "gradients",
         ),
         *(
             (
@@ -118,8 +118,8 @@ def _format_stage_table(parts: Sequence[StageSummary]) -> list[str]:
     lines = ["   ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     return [
         *lines,
-        "products: of a forward; measured: forward and backward; on and back: activations and "
-        "their gradients; all of a micro-batch",
+        "matrix products: of a forward; measured alone: forward and backward; activations and "
+        "gradients: bytes sent to the next part and back; all of one micro-batch",
         "",
     ]
 
@@ -142,7 +142,7 @@ def write_space_time_svg(
         file.write_text(add_theme_style(draw_space_time_svg(schedule, size, rank_labels)))
     except OSError as error:
         raise Refused(
-            f"--svg {file}: {error.strerror}; give a file in a folder that is there and can be "
+            f"--svg {file}: {error.strerror}; give a file in a folder that exists and can be "
             "written"
         ) from None
 

@@ -245,17 +245,17 @@ class Sections:
         seeds = max(each.seeds for each in found)
         if over == "seconds":
             return (
-                "The same losses over the time of the steps, each as long as the table's ms/step: "
-                "the line that comes down first is the fastest." + self.describe_seconds_axis(found)
+                "The same losses over time; each step takes the ms/step of the table. The line "
+                "that falls first is the fastest." + self.describe_seconds_axis(found)
             )
         text = (
-            "Where lines lie on each other, samples taught the same, and the marks take turns; a "
-            "line apart trains differently."
+            "Lines on top of each other mean the same training; their marks alternate. A separate "
+            "line means another training."
         )
         text += f" A point is the mean of up to {steps} steps." if steps > 1 else ""
         return text + (
-            f" Lines are means over {seeds} seeds, as far as all of them went; the shade spans the "
-            "seeds."
+            f" A line is the mean over {seeds} seeds, up to the last step that all of them made. "
+            "The shade spans the seeds."
             if seeds > 1
             else ""
         )
@@ -272,8 +272,8 @@ class Sections:
         """
         if over == "seconds":
             return (
-                "What has been learnt by when, by the table's ms/step, without the time of tests: "
-                "further left is sooner." + self.describe_seconds_axis(found)
+                "The same values over time; each step takes the ms/step of the table, and tests "
+                "take no time. A line further left is faster." + self.describe_seconds_axis(found)
             )
         return "Measured after every epoch, on samples that are not trained on." + (
             f" The dotted line is the goal, {self.table.until}." if self.table.until else ""
@@ -289,11 +289,11 @@ class Sections:
             The text; it may be empty.
         """
         return (
-            " Seconds are logarithmic: rows differ a hundredfold."
+            " The time axis is logarithmic, because rows differ by a factor of 100 or more."
             if charts.has_hundredfold_range(found)
             else ""
         ) + (
-            " What the table says of doubtful times holds here, too."
+            " The notes below the table about uncertain times also apply here."
             if list_timing_doubts(self.table)
             else ""
         )
@@ -318,7 +318,11 @@ class Sections:
             return Section(
                 name,
                 title,
-                [Picture("", "Nothing to draw: no strategy but serial was followed step by step.")],
+                [
+                    Picture(
+                        "", "Nothing to draw: no strategy was compared with serial step by step."
+                    )
+                ],
                 [],
             )
         if not any(value > 0 for each in curves.values() for value in each.y):
@@ -343,17 +347,18 @@ class Sections:
         )
         if ROUNDING_BASELINE in (self.table.rows[place].strategy for place in curves):
             caption += (
-                "Dashed: the rounding twin, serial with every batch back to front. It differs by "
-                "rounding alone, and so does a strategy that stays near it."
+                "The dashed line is the rounding baseline: serial with every batch in "
+                "reverse order. It differs from serial only by rounding. So does a strategy that "
+                "stays near this line."
             )
         else:
             caption += (
-                "Rounding alone sets two trainings apart, too; compare with --rounding-baseline "
-                "to see by how much."
+                "Rounding alone also makes two trainings differ; add --rounding-baseline to see by "
+                "how much."
             )
         caption += (
-            f" Lines end at step {max(len(each.x) for each in curves.values())}: so far every "
-            "strategy is followed."
+            f" Lines end at step {max(len(each.x) for each in curves.values())}, the last step "
+            "that is compared."
         )
         picture = charts.draw_lines(
             "distance",
@@ -390,11 +395,12 @@ class Sections:
         batch = next(run[-1].batch for row in measurements for run in row if run)
         last_scale = max(each.y[-1] for each in curves.values())
         caption = (
-            "How noisy the gradient of one sample is, beside that of all (McCandlish et al. "
-            "2018): a batch that weighs as much is the largest that is useful, twice the steps "
-            f"and twice the samples of the least. This one weighs {batch:.4g} in what the loss "
-            f"counts (samples, tokens), {'below' if batch < last_scale else 'above'} the last "
-            f"value, {last_scale:.3g}; it grows while the loss falls."
+            "The noise in the gradient of one sample, compared with the gradient of all samples "
+            "(McCandlish et al. 2018). A batch of this size is the largest that is useful: it "
+            "needs twice the smallest possible number of steps, and twice that of samples. The "
+            f"batch here is {batch:.4g}, in what the loss counts (samples, tokens). This is "
+            f"{'below' if batch < last_scale else 'above'} the last value, {last_scale:.3g}. The "
+            "value grows while the loss falls."
         )
         picture = charts.draw_lines(
             "noise",
@@ -431,9 +437,9 @@ class Sections:
             )
         computed = any(number["computed"] for row in rows for number in row.sent.values())
         caption = (
-            "What a rank hands to the wire in a step, by kind; of the rank and step that sent most."
+            "What a rank sends in a step, by kind; of the rank and step that sent most."
             + (
-                " Hatched, and marked *: computed from the closed form of the backend's own "
+                " Hatched, and marked *: computed from the formula of the backend's own "
                 "collective, not counted."
                 if computed
                 else ""
@@ -469,7 +475,7 @@ class Sections:
         rows = [row for row in self.table.rows if row.fullest]
         kinds = [kind for kind in MEMORY_KINDS if any(row.fullest.get(kind) for row in rows)]
         if not kinds:
-            caption = "Nothing to draw: no run came to its end and told what its ranks held."
+            caption = "Nothing to draw: no run finished and recorded the memory of its ranks."
             return Section(name, title, [Picture("", caption)], [])
         bars = [
             (
@@ -480,10 +486,10 @@ class Sections:
             for row in rows
         ]
         caption = (
-            "What the fullest rank of each strategy held, by kind. Activations are what forwards "
-            "kept for backwards and, between parts of a model, messages, at most at once, counted "
-            "in the first steps. What operations take for themselves while they run, and the "
-            "process itself, are not in it."
+            "What the fullest rank of each strategy held, by kind. Activations are what forward "
+            "keeps for backward, and messages between parts of a model. The number is the most at "
+            "one time, counted in the first steps. Memory that operations need while they run, "
+            "and the process itself, are not included."
         )
         not_counted = [row.strategy for row in rows if "activations" not in row.fullest]
         caption += (

@@ -85,7 +85,7 @@ def print_compression_cost(found: CompressionCost, as_json: bool) -> None:
         return
     total = found.exchange + found.compute
     below = (
-        "of none"
+        "none"
         if not found.bandwidth
         else "of any bandwidth"
         if isinf(found.bandwidth)
@@ -96,24 +96,25 @@ def print_compression_cost(found: CompressionCost, as_json: bool) -> None:
             "strategy": str(found.strategy),
             "vector": f"{found.bytes:,} bytes on each of {found.workers:,} ranks",
             "machine": found.machine.measured,
-            "without compressing": f"{_format_duration(found.plain)}, along {found.algorithm}, by "
-            f"closed form",
-            "with it": f"{_format_duration(total)}: {_format_duration(found.exchange)} of the "
-            f"exchange, and {_format_duration(found.compute)} of compressing and extracting "
+            "without compressing": f"{_format_duration(found.plain)}, by {found.algorithm}, "
+            f"from its formula",
+            "with compressing": f"{_format_duration(total)}: {_format_duration(found.exchange)} of "
+            f"the exchange, and {_format_duration(found.compute)} of compressing and extracting "
             "(measured here, on one thread)",
-            "what stands for a vector": f"{found.payload:,.0f} bytes"
+            "compressed vector": f"{found.payload:,.0f} bytes"
             + (
-                ", which all ranks would send more of than of whole vectors: these are sent"
+                "; all ranks would send more bytes of these than of whole vectors, so whole "
+                "vectors are sent"
                 if found.sends_whole_vectors
                 else ""
             ),
-            "does it pay?": f"yes, {found.plain / total:.3g} times as fast"
+            "is it faster?": f"yes, {found.plain / total:.3g} times as fast"
             if found.is_faster
             else f"no: {total / found.plain:.3g} times as long"
             if found.plain
             else "no: nothing is exchanged",
-            "it pays on links": below,
-            "on this link it pays": ", ".join(
+            "faster on links": below,
+            "faster on this link": ", ".join(
                 f"from {first:,.0f} bytes " + ("on" if isinf(end) else f"to {end:,.0f}")
                 for first, end in found.paying_lengths
             )
@@ -135,14 +136,14 @@ def _describe_simulation(found: Simulation) -> dict[str, Any]:
     plain = (
         ""
         if found.cluster.group == 1 and not found.cluster.slow
-        else ", every rank with a link of its own and none slow"
+        else ", if every rank has its own link and no rank is slow"
     )
     return {
         "strategy": str(found.strategy),
         "vector": f"{found.bytes:,} bytes on each of {found.workers:,} ranks",
         "machine": found.machine.measured,
         "time by the clock": _format_duration(found.timeline.seconds) + _format_interval(found),
-        "time by closed form": None
+        "time by formula": None
         if found.closed_form is None
         else _format_duration(found.closed_form) + plain,
         "lower bounds": ", ".join(
@@ -172,7 +173,7 @@ def _format_interval(found: Simulation) -> str:
     """The interval that contains most exchanges, as text."""
     if found.interval is None:
         return ""
-    return "; four exchanges in five: " + " to ".join(map(_format_duration, found.interval))
+    return "; four of five exchanges take " + " to ".join(map(_format_duration, found.interval))
 
 
 def write_machine_file(found: Machine, path: Path, as_json: bool) -> None:
@@ -190,8 +191,7 @@ def write_machine_file(found: Machine, path: Path, as_json: bool) -> None:
         found.write_machine_file(path)
     except OSError as error:
         raise Refused(
-            f"cannot write {path} ({error.strerror}); give --output a file in a folder that is "
-            "there"
+            f"cannot write {path} ({error.strerror}); give --output a file in a folder that exists"
         ) from None
     if as_json:
         print(path.read_text(), end="")
@@ -199,9 +199,9 @@ def write_machine_file(found: Machine, path: Path, as_json: bool) -> None:
     errors = found.errors or {}
     facts: dict[str, Any] = {
         name: f"alpha {_format_duration(link.alpha)}, {1 / link.beta / 1e9:.3g} GB/s, latency "
-        f"{_format_duration(link.latency)}, {_format_duration(link.overhead)} of a core a message, "
-        f"{1e9 * link.work:.3g} ns a byte; a straight line errs by at most "
-        f"{errors.get(name, 0.0):.0%}, the clock takes the {len(link.points)} "
+        f"{_format_duration(link.latency)}, {_format_duration(link.overhead)} of a core per "
+        f"message, {1e9 * link.work:.3g} ns per byte; the error of the straight line is at most "
+        f"{errors.get(name, 0.0):.0%}, and the clock uses the {len(link.points)} "
         f"points{_describe_disturbance(link)}"
         for name, link in found.links.items()
     }
@@ -213,8 +213,8 @@ def write_machine_file(found: Machine, path: Path, as_json: bool) -> None:
         }
     if found.load is not None:
         facts["load average before"] = f"{found.load:.2f}" + (
-            ": the host was busy in the minute before; if it still is, what was measured "
-            "scatters: measure again when it is not"
+            ": the host was busy in the minute before, so the measured times may vary; measure "
+            "again when the host is idle"
             if found.load > BUSY_LOAD
             else ""
         )
@@ -227,7 +227,7 @@ def _describe_disturbance(link: Link) -> str:
         return ""
     slower = [link.disturbed.compute_port_seconds(size) / seconds for size, seconds in link.points]
     return (
-        f"; one round in ten took {min(slower):.2f} to {max(slower):.2f} times as long, or longer"
+        f"; one of ten rounds took {min(slower):.2f} to {max(slower):.2f} times as long, or longer"
     )
 
 
@@ -247,7 +247,7 @@ def write_timeline(found: Simulation, path: Path) -> None:
                 file.write(json.dumps({"kind": "span", "step": 0, **asdict(span)}) + "\n")
     except OSError as error:
         raise Refused(
-            f"cannot write {path} ({error.strerror}); give a file in a folder that is there"
+            f"cannot write {path} ({error.strerror}); give a file in a folder that exists"
         ) from None
 
 

@@ -86,8 +86,8 @@ def _describe_run(finished: Run, found: Mapping[str, Any]) -> dict[str, Any]:
         f"time per step ({_describe_step_time(finished)})": None
         if seconds is None
         else f"{1e3 * seconds:.2f} ms",
-        "meanwhile": f"others kept {step_time.load.others:.1f} of {step_time.load.cores} cores "
-        f"busy, so that time says little"
+        "other programs": f"kept {step_time.load.others:.1f} of {step_time.load.cores} cores "
+        f"busy; do not trust the time per step"
         if step_time and step_time.load and step_time.crowded
         else None,
         "bytes sent per rank and step": sent_bytes
@@ -105,9 +105,9 @@ def _describe_run(finished: Run, found: Mapping[str, Any]) -> dict[str, Any]:
         and f"{found['difference']:.1e}",
         "where largest": found["tensor"],
         "stopped": found["stopped_at"] and f"at step {found['stopped_at']}",
-        "go on with": found["go_on_with"],
+        "continue with": found["go_on_with"],
         "record": found["folder"],
-        "trace": found["trace"] and f"{found['trace']}, which https://ui.perfetto.dev opens",
+        "trace": found["trace"] and f"{found['trace']}; open it at https://ui.perfetto.dev",
     }
 
 
@@ -131,17 +131,17 @@ def describe_noise_scale(run: Run) -> str | None:
     if not run.header["settings"].get("noise_scale"):
         return None
     if run.noise is None:
-        return "not measured: no step had a gradient of a part and of all"
+        return "not measured: no step had the gradients of a part and of the whole batch"
     if run.noise.scale is None:
         lost = (
-            "noise is lost beside the gradient"
+            "the noise is too small compared with the gradient"
             if run.noise.trace < 0
-            else "gradient is lost in its noise"
+            else "the gradient is too small compared with its noise"
         )
-        return f"the {lost} after {run.noise.count} measurements; measure more steps"
+        return f"unknown: {lost} after {run.noise.count} measurements; measure more steps"
     return (
-        f"{run.noise.scale:.4g}: a batch that weighs more than that is hardly useful, and this one "
-        f"weighs {run.noise.batch:.4g} (in what the loss counts; smoothed over {run.noise.count} "
+        f"{run.noise.scale:.4g}: a larger batch is hardly useful, and this batch is "
+        f"{run.noise.batch:.4g} (in what the loss counts; smoothed over {run.noise.count} "
         "measurements)"
     )
 
@@ -201,7 +201,7 @@ def print_resume_hint(folder: Path, typed: Sequence[str]) -> None:
     if saved := list_checkpoint_folders(folder):
         data = Record(folder, spans=False).header.get("settings", {}).get("data")
         print(
-            f"saved at step {read_folder_step(saved[0])}; go on with: "
+            f"saved at step {read_folder_step(saved[0])}; continue with: "
             f"{format_resume_command(typed, folder, data)}",
             file=sys.stderr,
         )
@@ -266,7 +266,7 @@ def print_certificate(found: Certificate, as_json: bool) -> None:
         print(json.dumps(found.to_json(), indent=1))
         return
     print_rows(
-        ("tensor", "difference", "rounding twin"),
+        ("tensor", "difference", "rounding baseline"),
         [
             (name, f"{value:.1e}", f"{found.twins[name]:.1e}" if name in found.twins else "-")
             for name, value in found.tensors.items()
@@ -275,7 +275,7 @@ def print_certificate(found: Certificate, as_json: bool) -> None:
     facts: dict[str, Any] = {
         "job": f"{found.job} ({found.digest[:12]})",
         "strategy": found.resolved,
-        "planted": found.sabotage,
+        "injected fault": found.sabotage,
         "steps": found.steps,
         "failure": found.failure,
     }
@@ -285,16 +285,17 @@ def print_certificate(found: Certificate, as_json: bool) -> None:
         facts["largest difference"] = f"{found.difference:.1e}" + (
             f" at {found.tensor}" if found.tensor else ""
         )
-        facts["of the rounding twin"] = f"{found.twin:.1e}"
+        facts["largest difference of the rounding baseline"] = f"{found.twin:.1e}"
     facts["chaotic"] = (
-        found.chaotic and f"from step {found.chaotic} on rounding decides, and nothing is compared"
+        found.chaotic
+        and f"from step {found.chaotic} on, rounding decides the result, so steps are not compared"
     )
     facts["not in float64"], facts["cause"] = found.why, found.cause
     is_within_rounding = (
         found.same and found.difference is not None and found.difference > found.bound
     )
     reason = (
-        f"beyond {found.bound:.0e}, by no more than rounding does"
+        f"beyond {found.bound:.0e}, but no more than rounding causes"
         if is_within_rounding
         else f"bound {found.bound:.0e}"
     )

@@ -115,7 +115,7 @@ def draw_step_chart(
                 prediction.timeline,
                 0.0,
                 end,
-                f"foretold: {1e3 * prediction.timeline.seconds:.3g} ms",
+                f"predicted: {1e3 * prediction.timeline.seconds:.3g} ms",
             )
         _draw_timeline_rows(
             axes,
@@ -219,8 +219,8 @@ def draw_measured_step(name: str, record: Record) -> tuple[str, str] | None:
     steps = measure_step_time([record], PREDICTED_STEPS.start)
     title = record.header["strategy"]
     caption = (
-        f"Step {number}, the middle one of {len(measured_steps)} of full batches that were told in "
-        "detail. "
+        f"Step {number}, the median of {len(measured_steps)} steps of full batches that were "
+        "recorded in detail. "
     )
     if isinstance(prediction, StepPrediction):
         caption += describe_prediction(prediction, steps)
@@ -245,11 +245,10 @@ def _predict_step(record: Record) -> StepPrediction | str:
         prediction = predict_step(record, _read_run_machine(record))
     # a user's strategy or schedule: its file is not imported here
     except Refused as error:
-        return f"Nothing is foretold: {error}."
+        return f"There is no prediction: {error}."
     return (
         prediction
-        or "The clock plays the schedules of pipelines, and foretells nothing of this one's step "
-        "as a whole."
+        or "There is no prediction, because the clock predicts only steps of place and pipeline."
     )
 
 
@@ -280,15 +279,15 @@ def describe_prediction(prediction: StepPrediction, steps: StepTime | None) -> s
         for seconds in (prediction.low, prediction.timeline.seconds, prediction.high)
     )
     text = (
-        f"Foretold: {middle_} ms ({low} to {high}), by the clock, of what each kind of task took "
-        f"in {prediction.steps} steps before; a message: {prediction.messages}."
+        f"Predicted: {middle_} ms ({low} to {high}), by the clock, from the times of each kind of "
+        f"task in {prediction.steps} earlier steps; cost of a message: {prediction.messages}."
     )
     if steps is None:
         return text
     interval = f" ({1e3 * steps.low:.3g} to {1e3 * steps.high:.3g})" if steps.finite_bounds else ""
     return text + (
-        f" Measured: {1e3 * steps.seconds:.3g} ms{interval}, the median of the steps after those; "
-        f"foretold is {prediction.timeline.seconds / steps.seconds:.2f} of it."
+        f" Measured: {1e3 * steps.seconds:.3g} ms{interval}, the median of the later steps; the "
+        f"prediction is {prediction.timeline.seconds / steps.seconds:.2f} of it."
     )
 
 

@@ -67,8 +67,8 @@ def _summarize_profile(found: JobProfile) -> dict[str, str]:
             f"{least:,} to {most:,} operations (max(W/P, D) to W/P + D)"
         )
     facts["what it means"] = (
-        f"up to some {found.parallelism:,.0f} processors it is not the layers that limit the "
-        "speed, but what processors have to tell each other, which is not in these numbers"
+        f"up to about {found.parallelism:,.0f} processors, the layers do not limit the speed; the "
+        "exchange between processors does, and it is not in these numbers"
     )
     return facts
 

@@ -73,12 +73,12 @@ class LaunchInfo:
             if not 0 <= index < count:
                 raise Refused(
                     f"{name} says {index} and {name_of_count} {count}; ranks count from 0 to one "
-                    f"below their number, so start all of them anew with {self.launcher}"
+                    f"below their number, so start all of them again with {self.launcher}"
                 )
         if self.local_size > self.size:
             raise Refused(
                 f"{local_size} says {self.local_size} ranks on this host and {size} {self.size} in "
-                f"all; start all of them anew with {self.launcher}"
+                f"all; start all of them again with {self.launcher}"
             )
 
     @property
@@ -357,7 +357,7 @@ def _read_local_task_count(environment: Mapping[str, str]) -> str:
     if node >= len(tasks):
         raise Refused(
             f"SLURM_NODEID says {node} and SLURM_STEP_TASKS_PER_NODE has {len(tasks)} node(s); "
-            "start anew with srun"
+            "start again with srun"
         )
     return tasks[node]
 

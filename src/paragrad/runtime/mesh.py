@@ -55,7 +55,7 @@ def build_grid(pairs: Iterable[Axis | tuple[str, int]], world_size: int) -> tupl
         raise Refused(f"{shown} has an axis of {empty[0].size} ranks; give every axis at least 1")
     if (product := prod(axis.size for axis in axes)) != world_size:
         raise Refused(
-            f"{shown} wants {product} ranks and the world has {world_size}; start {product}, or "
+            f"{shown} needs {product} ranks and the world has {world_size}; start {product}, or "
             f"choose sizes whose product is {world_size}"
         )
     return axes
@@ -78,7 +78,7 @@ def group_ranks_by_axes(axes: Collection[Axis], names: Collection[str]) -> list[
     """
     if unknown := set(names) - {axis.name for axis in axes}:
         raise ValueError(
-            f"no axis {', '.join(sorted(unknown))}; the world's are "
+            f"no axis {', '.join(sorted(unknown))}; the world has "
             f"{' * '.join(map(str, axes)) or 'none yet'}"
         )
     ranks_by_rest: dict[tuple[int, ...], list[int]] = {}
@@ -130,6 +130,6 @@ def check_disjoint(rank_sets: Collection[Collection[int]], world_size: int) -> N
         if rank in seen:
             raise ValueError(
                 f"rank {rank} is named twice among {list(map(list, rank_sets))}; ask for sets that "
-                "share a rank one after the other"
+                "share a rank in separate calls"
             )
         seen.add(rank)

@@ -274,8 +274,8 @@ def _connect_launched_ranks(
     repair = (
         "; torchrun says which of them it started, and why one ended"
         if launch_info.launcher == TORCHRUN
-        else ", or set MASTER_ADDR and MASTER_PORT to the host of rank 0, as all can reach it, and "
-        "a free port there"
+        else ", or set MASTER_ADDR to an address of rank 0's host that all can reach, and "
+        "MASTER_PORT to a free port there"
     )
     interface_hint = (
         ""
@@ -296,7 +296,8 @@ def _connect_launched_ranks(
     except RuntimeError as error:
         raise RankFailed(
             f"the {launch_info.size} ranks of {launch_info.launcher} did not meet at {where} "
-            f"(limit {timeout:g} s): {error}; see that all of them run{repair}{interface_hint}",
+            f"(limit {timeout:g} s): {error}; make sure that all of them run{repair}"
+            f"{interface_hint}",
             rank=launch_info.rank,
         ) from error
 
@@ -343,7 +344,7 @@ def make_restart_store(store: Any, rank: int, size: int, timeout: float) -> Any:
                 return dist.PrefixStore(start, store)
         # a wait in the store would write a log line for each wait that times out
         time.sleep(RESTART_POLL_SECONDS)
-    raise RuntimeError("rank 0 was not seen to start")
+    raise RuntimeError("rank 0 did not report its start")
 
 
 @functools.cache

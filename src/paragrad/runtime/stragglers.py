@@ -134,7 +134,7 @@ class StragglerMonitor:
             print(
                 f"paragrad: rank {own_rank} is in step {step} for "
                 f"{time.monotonic() - started_at:.0f} s, and rank(s) {', '.join(missing)} have not "
-                "come to it: still loading, in another number of steps, or gone",
+                "reached it: they still load, make another number of steps, or have ended",
                 file=sys.stderr,
                 flush=True,
             )
@@ -205,7 +205,8 @@ def describe_missing_ranks(world: World, error: BaseException) -> str:
     return (
         f"rank(s) {silent} say nothing: killed, cut off, or still busy"
         if has_answer.is_set()
-        else "nor does the store answer in which the ranks met: where rank 0 ran, nobody is left"
+        else "the store in which the ranks met does not answer either: its process, on the host of "
+        "rank 0, has ended"
     )
 
 
@@ -239,7 +240,7 @@ def explain_timeout(activity: str, repair: str = "") -> Iterator[None]:
         if not TIMEOUT_PATTERN.search(str(error)):
             raise
         raise StepFailed(
-            f"{describe_error(error)}; meanwhile {activity}: where that takes longer than ranks "
+            f"{describe_error(error)}; meanwhile {activity}: if that takes longer than ranks "
             f"wait for each other, give a longer --timeout{repair}"
         ) from error
 

@@ -36,7 +36,9 @@ def limit_time(seconds: float, message: str) -> Iterator[None]:
 
     def end(_: int, frame: FrameType | None) -> None:
         if sys.gettrace() is None:
-            where = f"; it stands at {frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
+            where = (
+                f"; the process is at {frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
+            )
             raise StepFailed(
                 f"{message} within {seconds:g} s{where} (a longer timeout waits longer)"
             )

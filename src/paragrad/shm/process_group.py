@@ -248,7 +248,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         results = outputs[0] if outputs else []
         if any(each.numel() != inputs[0].numel() for each in results):
             raise ValueError(
-                "gather wants tensors of one length, got "
+                "gather needs tensors of one length, got "
                 f"{describe_tensors('', [*inputs, *results])}"
             )
         return self._queue_collective(
@@ -263,7 +263,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         contributions = inputs[0] if inputs else []
         if any(each.numel() != outputs[0].numel() for each in contributions):
             raise ValueError(
-                "scatter wants tensors of one length, got "
+                "scatter needs tensors of one length, got "
                 f"{describe_tensors('', [*outputs, *contributions])}"
             )
         return self._queue_collective(
@@ -280,7 +280,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         reduction = find_reduction(opts.reduceOp, outputs[0].dtype)
         if inputs[0][self.rank()].numel() != outputs[0].numel():
             raise ValueError(
-                f"reduce_scatter: rank {self.rank()} takes {describe_tensors('', outputs)} of "
+                f"reduce_scatter: the output of rank {self.rank()} is "
+                f"{describe_tensors('', outputs)}, and its inputs are "
                 f"{describe_tensors('', inputs[0])}"
             )
         return self._queue_collective(
@@ -478,7 +479,7 @@ def _choose_time_limit(opts: Any, default_seconds: float) -> float:
 def _close_group(queues: Sequence[OperationQueue], attached: AttachedGroup) -> None:
     if not all(queue.close(CLOSE_SECONDS) for queue in queues):
         attached.peers.abandon_group(
-            f"rank {attached.rank} left the group, and what it had asked for was not done"
+            f"rank {attached.rank} left the group before its operations ended"
         )
         for queue in queues:
             queue.close(CLOSE_SECONDS)

@@ -114,7 +114,7 @@ def find_reduction(operation: Any, dtype: torch.dtype) -> Reduction:
     if found is None:
         raise ValueError(f"the backend shm does not know the reduce operation {operation}")
     if found.name in ("BAND", "BOR", "BXOR") and (dtype.is_floating_point or dtype.is_complex):
-        raise ValueError(f"{found.name} wants whole numbers or bools, got {dtype}")
+        raise ValueError(f"{found.name} needs whole numbers or bools, got {dtype}")
     if found.name in ("MIN", "MAX") and dtype.is_complex:
         raise ValueError(f"{found.name} does not order complex numbers")
     return found

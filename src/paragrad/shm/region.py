@@ -168,7 +168,7 @@ def open_region(address: str, private: bool = False) -> SharedRegion:
     host, pid, descriptor, size, token = address.split()
     try:
         if host != read_boot_id():
-            raise OSError("its maker is on another host")
+            raise OSError("that process is on another host")
         own_descriptor = os.open(f"/proc/{int(pid)}/fd/{int(descriptor)}", os.O_RDWR | os.O_CLOEXEC)
         try:
             if os.fstat(own_descriptor).st_size != int(size) or int(size) < TOKEN_BYTES:
@@ -198,9 +198,9 @@ def find_missing_features() -> str | None:
         name for name in ("memfd_create", "posix_fallocate", "pidfd_open") if not hasattr(os, name)
     ]
     if sys.platform != "linux" or missing:
-        return f"shared memory wants Linux with {', '.join(missing) or 'memfd_create'}"
+        return f"shared memory needs Linux with {', '.join(missing) or 'memfd_create'}"
     if not os.path.isdir("/proc/self/fd"):
-        return "shared memory wants /proc, by which processes open each other's, and here is none"
+        return "shared memory needs /proc to open another process's memory, and there is no /proc"
     return None
 
 

@@ -28,7 +28,7 @@ class Branch(Strategy):
 
     def explain_no_schedule(self) -> str:
         return (
-            "its ranks show each other what their branches give, where the layers of a job want it"
+            "its ranks exchange the results of their branches where the layers of a job need them"
         )
 
     def refuse_job(
@@ -44,6 +44,6 @@ class Branch(Strategy):
     def refuse_factors(self, factors: tuple[Strategy, ...]) -> None:
         if others := [each.name for each in factors if each is not self and not each.is_replicated]:
             raise Refused(
-                f"branch gives ranks branches of the whole model, and beside it {others[0]} cuts "
-                "that; multiply it with data(n) alone"
+                f"branch gives ranks branches of the whole model, and {others[0]} divides that "
+                "model; multiply branch with data(n) only"
             )

@@ -85,7 +85,7 @@ class Compressor(Family, abstract=True):
     @property
     def pricing_refusal(self) -> str:
         """Why an all-reduce of the payload has no price, with the repair."""
-        return f"what is simulated is an all-reduce of whole vectors; leave out compress={self}"
+        return f"only an all-reduce of whole vectors is simulated; leave out compress={self}"
 
     def refuse_all_reduce(self, strategy: str, reduce: object) -> None:
         """Refuse one of our all-reduces for a payload that does not add up.
@@ -99,9 +99,8 @@ class Compressor(Family, abstract=True):
         """
         if not self.sums:
             raise Refused(
-                f"{strategy}: what {self.name} sends does not add up along an all-reduce: every "
-                f"rank is given all of it; leave out reduce={reduce}, or compress by bf16, fp16 or "
-                "power_sgd"
+                f"{strategy}: an all-reduce cannot add what {self.name} sends: every rank receives "
+                f"all of it; leave out reduce={reduce}, or compress by bf16, fp16 or power_sgd"
             )
 
     def refuse_optimizer(self, optimizer_facts: OptimizerFacts, requested: object) -> None:
@@ -129,8 +128,8 @@ class Compressor(Family, abstract=True):
         """
         if optimizer_facts is not None or steps_per_epoch is not None:
             raise Refused(
-                f"hook('{self}') wants no optimizer and no steps_per_epoch, which dgc has a use "
-                "for; leave them out"
+                f"hook('{self}') takes no optimizer and no steps_per_epoch, which only dgc uses; "
+                "leave them out"
             )
 
 
@@ -310,7 +309,7 @@ class Dgc(Compressor):
         if optimizer_facts.sgd_groups is None:
             raise Refused(
                 f"{requested}: dgc keeps the momentum of an SGD, and {optimizer_facts.optimizer} "
-                "has a memory of its own, which sparse gradients would starve; use "
+                "has a memory of its own, which sparse gradients update too rarely; use "
                 f"torch.optim.SGD, or compress=top_k({self.ratio:g})"
             )
         for number, group in enumerate(optimizer_facts.sgd_groups):
@@ -345,8 +344,8 @@ class Dgc(Compressor):
             raise Refused(
                 f"{requested}: momentum is given twice, {self.momentum:g} here and "
                 f"{group['momentum']:g} by group {number} of the optimizer; leave it out here "
-                "(what a scheduler makes of it is taken over too), or let both begin and stay at "
-                "0 there"
+                "(dgc takes over the optimizer's, also from a scheduler), or keep the optimizer's "
+                "at 0"
             )
 
     def refuse_hook(
@@ -360,8 +359,8 @@ class Dgc(Compressor):
             )
         if self.clip is not None:
             raise Refused(
-                f"{hook}: a hook sees some of the gradients at a time, and no norm of all; leave "
-                f"out clip, or train with data(n, compress={self})"
+                f"{hook}: a hook sees some of the gradients at a time, so it has no norm of all; "
+                f"leave out clip, or train with data(n, compress={self})"
             )
         if steps_per_epoch is not None and steps_per_epoch not in Integer(most=float("inf")):
             raise Refused(
@@ -370,7 +369,7 @@ class Dgc(Compressor):
             )
         if self.warmup and not steps_per_epoch:
             raise Refused(
-                f"{hook} warms up over {self.warmup} epochs, of which DDP does not tell; give it "
-                "steps_per_epoch=len(loader), or warmup=0"
+                f"{hook} warms up over {self.warmup} epochs, and DDP does not tell it the epoch; "
+                "give it steps_per_epoch=len(loader), or warmup=0"
             )
         self.refuse_optimizer(optimizer_facts, hook)

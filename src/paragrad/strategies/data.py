@@ -88,7 +88,7 @@ class Data(Strategy):
         if self.adapts_shares and self.shards_parameters:
             raise Refused(
                 "data(shares=auto) measures forwards, and with state=fully_sharded these wait for "
-                "other ranks; say the shares, such as shares=[3, 1]"
+                "other ranks; give the shares, such as shares=[3, 1]"
             )
         unsuitable = [
             option.name
@@ -187,24 +187,24 @@ class Data(Strategy):
     def explain_no_schedule(self) -> str:
         if self.splits_dense_layers:
             return (
-                "with dense=tensor gradients are summed where a layer makes them, by the "
-                "backend's own; leave it out"
+                "with dense=tensor the backend's own collectives sum gradients where a layer makes "
+                "them; leave it out"
             )
         if self.compress is not None and not self.compress.sums:
             return (
-                f"every rank is given all that {self.compress.name} sends, in one round; leave out "
+                f"every rank receives all that {self.compress.name} sends, in one round; leave out "
                 "compress, or try data(4, reduce=ring, compress=bf16)"
             )
         if isinstance(self.reduce, Native):
             return (
-                "native is the backend's own all-reduce, of which there is no schedule (gloo's is "
-                "like ring_async); name "
+                "native is the backend's own all-reduce, which has no schedule (gloo's is like "
+                "ring_async); name "
                 "one: " + ", ".join(each.name for each in ALL_REDUCE_SCHEDULES)
             )
         if self.shards_parameters:
             return (
-                "state=fully_sharded gathers and sums by the backend's own collectives, of which "
-                "there is no schedule; try data(4, reduce=ring)"
+                "state=fully_sharded gathers and sums by the backend's own collectives, which have "
+                "no schedule; try data(4, reduce=ring)"
             )
         return "say which all-reduce, for example data(4, reduce=ring)"
 
@@ -303,9 +303,9 @@ class Data(Strategy):
             and (self.micro > 1 or self.batch_norm == "share")
         ):
             raise Refused(
-                f"{requested}: shares that change may come to micro-batches of one sample, of "
-                "which batch norm takes no variance; leave out "
-                f"{'micro' if self.micro > 1 else 'batch_norm=share'}, or say the shares"
+                f"{requested}: shares that change can give micro-batches of one sample, and batch "
+                "norm needs more; leave out "
+                f"{'micro' if self.micro > 1 else 'batch_norm=share'}, or give the shares"
             )
 
     def refuse_optimizer(self, optimizer_facts: OptimizerFacts, requested: Strategy) -> None:
@@ -315,32 +315,32 @@ class Data(Strategy):
     def list_warnings(self, facts: JobFacts, requested: Strategy) -> Iterator[str]:
         if self.adapts_shares and facts.steps <= -(-facts.samples // facts.full_batch):
             yield (
-                f"{requested}: shares change where an epoch begins, and job {facts.job} begins one "
-                "alone, so they stay equal; give more epochs, or say the shares, such as "
+                f"{requested}: shares change where an epoch begins, and job {facts.job} has only "
+                "one, so they stay equal; give more epochs, or give the shares, such as "
                 "shares=[3, 1]"
             )
 
     def refuse_factors(self, factors: tuple[Strategy, ...]) -> None:
         if self.splits_dense_layers and len(factors) > 1:
             raise Refused(
-                "data(dense=tensor) gives a model all samples on every rank, and splits its "
-                "layers itself; give it alone"
+                "data(dense=tensor) gives a model all samples on every rank, and divides its "
+                "layers itself; use it alone"
             )
         if self.shards_parameters and len(factors) > 1:
             raise Refused(
                 "data(state=fully_sharded) gathers the parameters of a module when all of it is "
-                "called, and beside it the model is cut into parts, which call some of it; leave "
-                "out the state"
+                "called, and another strategy divides the model into parts that call some of it; "
+                "leave out the state"
             )
         if self.adapts_shares and len(factors) > 1:
             raise Refused(
-                "data(shares=auto) measures forwards of whole models, and beside it the model is "
-                "cut; say the shares, such as shares=[3, 1]"
+                "data(shares=auto) measures forwards of whole models, and another strategy divides "
+                "the model; give the shares, such as shares=[3, 1]"
             )
         if self.micro != 1 and (
             other := next((each for each in factors if each.schedules_micro_batches), None)
         ):
             raise Refused(
-                f"data(micro=...) does not fit beside {other.name}, which says itself how a batch "
-                "passes; leave it out, or give pipeline(micro=...)"
+                f"data(micro=...) does not fit with {other.name}, which divides batches in its own "
+                "way; leave it out, or give pipeline(micro=...)"
             )

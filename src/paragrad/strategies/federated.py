@@ -73,8 +73,8 @@ class Federated(Strategy):
             replicas_equal=False,
             buffers_equal=False,
             jobs_only=(
-                "which client has which samples, and who trains when, is not for a loop of your "
-                "own; make it a Job, or train with local(n)"
+                "in a loop of your own paragrad cannot choose which client trains, and on which "
+                "samples; make it a Job, or train with local(n)"
             ),
         )
 
@@ -106,8 +106,8 @@ class Federated(Strategy):
     def resolve(self, environment: Environment) -> Self:
         if self.clients < self.workers:
             raise Refused(
-                f"{self}: {self.clients} client(s) keep no {self.workers} workers busy; give at "
-                f"most {self.clients} worker(s), or more clients"
+                f"{self}: {self.clients} client(s) cannot keep {self.workers} workers busy; give "
+                f"at most {self.clients} worker(s), or more clients"
             )
         if not isinstance(self.reduce, AllReduce):
             return self
@@ -138,7 +138,7 @@ class Federated(Strategy):
         if facts.optimizer_refusal:
             raise Refused(
                 f"{requested} makes an optimizer for every client and round, and that of job "
-                f"{facts.job} is not made anew: {facts.optimizer_refusal}"
+                f"{facts.job} cannot be made again: {facts.optimizer_refusal}"
             )
         if facts.repeatability_refusal and not skip_first_step_check:
             raise Refused(f"job {facts.job}: {facts.repeatability_refusal}")
@@ -156,8 +156,8 @@ class Federated(Strategy):
     def refuse_factors(self, factors: tuple[Strategy, ...]) -> None:
         if len(factors) > 1:
             raise Refused(
-                "federated: a worker is a whole client at a time; give it alone, or multiply "
-                "local(n), whose replicas may be cut"
+                "federated: a worker trains one whole client at a time; use it alone, or multiply "
+                "local(n), which allows divided replicas"
             )
 
     def explain_choices(
@@ -166,14 +166,18 @@ class Federated(Strategy):
         yield (
             "optimizer",
             "fresh for every client and round",
-            "its state is a client's own, and stays there",
+            "its state belongs to one client, and stays there",
         )
         yield (
             "scheduler",
             "by samples, between rounds",
             (
-                "it makes as many steps as serial does over as many samples; in a round the rate "
-                "stays"
+                "it makes as many steps as serial does over as many samples; the rate does not "
+                "change in a round"
             ),
         )
-        yield "batch norm", "of each client's batch", "other clients' samples are not to be known"
+        yield (
+            "batch norm",
+            "of each client's batch",
+            "a client must not know other clients' samples",
+        )

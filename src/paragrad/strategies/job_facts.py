@@ -133,7 +133,7 @@ def refuse_replaced_parameters(facts: JobFacts, requested: object) -> None:
     """
     if facts.replaced_parameters:
         raise Refused(
-            f"{requested} averages what is known by its name, and a forward of job {facts.job} "
-            f"puts another parameter in the place of {facts.replaced_parameters[0]}, ties it or "
-            "makes it; do that in __init__, and change values in place"
+            f"{requested} averages parameters by their names, and a forward of job {facts.job} "
+            f"replaces, ties or makes {facts.replaced_parameters[0]}; do that in __init__, and "
+            "change values in place"
         )

@@ -74,18 +74,18 @@ class Local(Strategy):
     def check_options(self) -> None:
         if self.every == "end" and not isinstance(self.outer, Mean):
             raise Refused(
-                f"local(every=end) is the mean of replicas that never met, and outer={self.outer} "
-                "steps where they meet; leave out outer, or let them meet, such as every=16"
+                f"local(every=end) averages replicas only at the end, and outer={self.outer} steps "
+                "where they meet before; leave out outer, or let them meet, such as every=16"
             )
         if self.compress is not None and self.compress.feedback:
             raise Refused(
-                f"local: {self.compress} adds what it does not send to the next gradient, and what "
-                "replicas send is how far their weights moved; compress by int8, bf16 or fp16, or "
-                "by that under data(n)"
+                f"local: {self.compress} adds what it does not send to the next gradient, and "
+                "replicas send the change of their weights; compress by int8, bf16 or fp16, or use "
+                f"{self.compress} under data(n)"
             )
         if self.compress is not None and self.every == "end":
             raise Refused(
-                "local(every=end) averages once, in what is saved, which is not compressed; leave "
+                "local(every=end) averages once, for the saved model, without compression; leave "
                 f"out compress={self.compress}, or let replicas meet, such as every=16"
             )
         if self.compress is not None and isinstance(self.reduce, AllReduce):
@@ -132,8 +132,8 @@ class Local(Strategy):
         if isinstance(outer, Elastic) and float(outer.pull) >= (most := 2 / (resolved.workers + 1)):
             raise Refused(
                 f"{self}: with {resolved.workers} worker(s) a pull of {most:.3g} or more drives "
-                "centre and replicas apart for ever; leave it out, which is 0.9 over their "
-                "number, or give less"
+                "centre and replicas apart without end; leave it out (then it is 0.9 over the "
+                "number of workers), or give less"
             )
         if isinstance(reduce, AllReduce):
             reduce = reduce.resolve(resolved.workers, environment.ranks_on_host or resolved.workers)
@@ -148,7 +148,7 @@ class Local(Strategy):
             self.compress or not isinstance(self.outer, Mean)
         ):
             what, left = (
-                (f"{self.compress} is for what is sent", "compress")
+                (f"{self.compress} compresses only what they send", "compress")
                 if isinstance(self.outer, Mean)
                 else (f"{self.outer.name} steps", "outer")
             )
@@ -161,15 +161,13 @@ class Local(Strategy):
         if optimizer_facts.has_modes and not isinstance(self.outer, Mean):
             raise Refused(
                 f"{requested}: {optimizer_facts.optimizer} has weights for training and others for "
-                f"tests, and {self.outer.name} a centre, which would be of one kind; leave out "
-                "outer"
+                f"tests, and {self.outer.name} has a centre of one kind only; leave out outer"
             )
         if optimizer_facts.keeps_copies:
             raise Refused(
-                f"{requested}: {optimizer_facts.optimizer} goes on from copies of the weights that "
-                "it keeps (tried on a small copy), so its next step undoes what they were "
-                "averaged to; use one that updates the parameters themselves, such as AdamW, or "
-                "data(n)"
+                f"{requested}: {optimizer_facts.optimizer} continues from its own copies of the "
+                "weights (tried on a small copy), so its next step undoes the average; use one "
+                "that updates the parameters themselves, such as AdamW, or data(n)"
             )
 
     def list_warnings(self, facts: JobFacts, requested: Strategy) -> Iterator[str]:
@@ -205,10 +203,7 @@ class Local(Strategy):
             "averaged "
             + ("at the end" if self.every == "end" else f"every {self.every} steps")
             + after,
-            (
-                "tests, checkpoints and the model are of what the run stands for, between "
-                "meetings too"
-            ),
+            "tests, checkpoints and the model use the effective weights, between averages too",
         )
         if self.outer != resolved.outer:
             yield (

@@ -141,7 +141,7 @@ def strategy(text: str | Strategy) -> Strategy:
         )
     parsed = parse_strategies(text)
     if len(parsed) > 1:
-        raise Refused(f"one strategy is wanted here, got {len(parsed)}: {text}")
+        raise Refused(f"one strategy is needed here, got {len(parsed)}: {text}")
     return parsed[0]
 
 
@@ -164,7 +164,7 @@ def resolve_strategy(chosen: Strategy, environment: Environment) -> Strategy:
             else f"{resolved.size} worker(s)"
         )
         raise Refused(
-            f"{chosen} wants {wanted} and the launcher started {environment.ranks}; start "
+            f"{chosen} needs {wanted} and the launcher started {environment.ranks}; start "
             f"{resolved.size}, or write data(auto)"
         )
     return resolved

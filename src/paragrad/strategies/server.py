@@ -75,8 +75,8 @@ class Server(Strategy):
         if self.compress is not None and self.compress.feedback:
             raise Refused(
                 f"server: {self.compress} adds what it does not send to the next gradient, and a "
-                "worker that is lost takes that with it; compress by int8 or bf16, or by that "
-                "under data(n)"
+                "lost worker loses that too; compress by int8 or bf16, or use "
+                f"{self.compress} under data(n)"
             )
         if self.compress is not None and self.compress.agrees:
             raise Refused(
@@ -154,18 +154,18 @@ class Server(Strategy):
     def resolve(self, environment: Environment) -> Self:
         if self.backup >= self.workers:
             raise Refused(
-                f"{self}: {self.backup} of {self.workers} worker(s) for backup leave none; give "
-                "fewer"
+                f"{self}: {self.backup} of {self.workers} worker(s) for backup leave no other "
+                "worker; give fewer"
             )
         if self.backup and self.servers > 1:
             raise Refused(
-                f"{self}: which pushes come first one server alone can say; give servers=1, or no "
-                "backup"
+                f"{self}: only a single server knows which pushes come first; give servers=1, or "
+                "no backup"
             )
         if self.backup and environment.ranks is not None:
             raise Refused(
-                f"{self}: samples are queued again by paragrad's own launcher; start it without "
-                "another one, or leave out backup"
+                f"{self}: only paragrad's own launcher queues samples again; start it without "
+                "another launcher, or leave out backup"
             )
         return self
 
@@ -186,17 +186,17 @@ class Server(Strategy):
             )
 
     def explain_no_schedule(self) -> str:
-        return "what servers are asked for is decided as they run; try data(4, reduce=ring)"
+        return "the requests to servers are known only during the run; try data(4, reduce=ring)"
 
     def explain_choices(
         self, resolved: Self, environment: Environment
     ) -> Iterator[tuple[str, str, str]]:
         if self.uses_work_queue:
-            yield "batch norm", "of each share", "whose shares make a step is not known before"
+            yield "batch norm", "of each share", "the workers of a step are not known before it"
             yield (
                 "scheduler",
                 "by samples",
-                "it steps with every full batch of samples that was applied",
+                "it steps after every full batch of applied samples",
             )
         if not self.is_synchronous:
             yield "clipping", "by each worker", "of its own gradient: the others' are not known"
@@ -213,5 +213,5 @@ class Server(Strategy):
             yield (
                 "rate",
                 "as the job's",
-                f"where others join, times {self.workers} over how many workers are there",
+                f"where others join, times {self.workers} over the number of workers",
             )

@@ -32,8 +32,8 @@ class Spatial(Strategy):
     def check_options(self) -> None:
         if self.dense == "tensor" and self.columns > 1:
             raise Refused(
-                "spatial(dense=tensor) has the neurons of fully connected layers where it has "
-                "rows, and columns are ranks of their own; give "
+                "spatial(dense=tensor) divides the neurons of fully connected layers over rows, "
+                "not over columns; give "
                 f"spatial({self.rows * self.columns}, dense=tensor)"
             )
 
@@ -56,13 +56,13 @@ class Spatial(Strategy):
         return (Axis("rows", self.rows, "domain"), *columns)
 
     def explain_no_schedule(self) -> str:
-        return "its ranks fetch of their neighbours what the layers of a job want"
+        return "its ranks fetch from their neighbours what the layers of a job need"
 
     def refuse_factors(self, factors: tuple[Strategy, ...]) -> None:
         if others := [each.name for each in factors if each is not self and not each.is_replicated]:
             raise Refused(
-                f"spatial gives a model pieces of images, and beside it {others[0]} cuts that "
-                "model; multiply it with data(n) alone"
+                f"spatial gives a model pieces of images, and {others[0]} divides that model; "
+                "multiply spatial with data(n) only"
             )
         if other := [
             each for each in factors if each is not self and each.batch_norm != self.batch_norm

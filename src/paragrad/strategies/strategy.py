@@ -68,7 +68,7 @@ class Environment:
     cores: int = 1
     ranks: int | None = None
     ranks_on_host: int | None = None
-    shared_memory_refusal: str | None = "nobody knows whether all ranks are on this host"
+    shared_memory_refusal: str | None = "it is not known whether all ranks are on this host"
     backend: str = "gloo"
     user_loop: bool = False
     threads: int | None = None
@@ -340,7 +340,7 @@ class Strategy(Family, abstract=True):
         self.refuse_small_batch(facts.full_batch, requested)
         if division.micro > (most := max(apportion_samples(facts.full_batch, division.shares))):
             raise Refused(
-                f"{requested} cuts batches into {division.micro} micro-batches, and the largest "
+                f"{requested} divides batches into {division.micro} micro-batches, and the largest "
                 f"share of a full batch has {most} sample(s); give micro of at most {most}, or a "
                 "larger batch"
             )
@@ -536,8 +536,7 @@ class Product(Strategy, abstract=True):
             ranks=environment.ranks and max(1, environment.ranks // known_workers),
             ranks_on_host=environment.ranks_on_host
             and max(1, environment.ranks_on_host // known_workers),
-            shared_memory_refusal=f"{self} cuts the model, of which each rank holds a part of its "
-            f"own",
+            shared_memory_refusal=f"{self} divides the model, and each rank holds its own part",
         )
         return replace(
             self, factors=tuple(factor.resolve(factor_environment) for factor in self.factors)

@@ -35,5 +35,5 @@ class Tensor(Strategy):
     def explain_no_schedule(self) -> str:
         return (
             "its ranks gather and sum by the backend's own collectives, where the layers of a job "
-            "want it"
+            "need it"
         )

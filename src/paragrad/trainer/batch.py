@@ -255,7 +255,7 @@ class BatchFeed:
         batch, self.pending_batch = self.pending_batch, None
         if batch is None:
             raise StepFailed(
-                "step wants what trainer.batches(...) gave last, once; loop over trainer.batches "
+                "step needs what trainer.batches(...) gave last, once; loop over trainer.batches "
                 "and call step in it"
             )
         if len(self.untaken_tensors) and any(
@@ -263,7 +263,7 @@ class BatchFeed:
         ):
             raise StepFailed(
                 "step got an earlier batch than the one trainer.batches gave last: something "
-                "looks ahead, which would mix shares; loop over trainer.batches itself (loaders=1 "
+                "reads ahead, which would mix shares; loop over trainer.batches itself (loaders=1 "
                 "loads ahead)"
             )
         return batch

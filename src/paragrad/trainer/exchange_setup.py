@@ -136,8 +136,8 @@ def _partition_model(
     )
     if batch_norm.per_sample_calls and skips_calls:
         raise StepFailed(
-            "the model has batch norms inside of samples or weights, which are known by the "
-            "number of their call, and in parts calls have others; write them as "
+            "the model has batch norms inside of samples or weights, which paragrad knows by the "
+            "number of their call, and calls in parts have other numbers; write them as "
             "instance_norm, or train it with data(n)"
         )
     for choice in partition.choices if setup.world.rank == 0 else ():

@@ -147,7 +147,7 @@ def build_model_partition(
         if each._backward_hooks or each._post_accumulate_grad_hooks
     ]:
         raise StepFailed(
-            f"{strategy} cuts it, and it has a hook, which its parts would not have; hook the "
+            f"{strategy} divides it, and it has a hook, which its parts would not have; hook the "
             "module",
             tensor=", ".join(hooked_names[:3]),
         )
@@ -230,8 +230,8 @@ def _check_partition(
         problem = "no rank gives the output and the loss"
     if problem := layout.world.broadcast_object(problem):
         raise StepFailed(
-            f"{strategy} cuts the model wrongly: {problem}; every element of every parameter and "
-            "buffer is to be held, and to count on one rank of a replica"
+            f"{strategy} divides the model wrongly: {problem}; hold every element of every "
+            "parameter and buffer, and count it on one rank of a replica"
         )
     has_split_tensors = layout.world.all_reduce(
         torch.tensor(float(any(spec.where is not None for spec in shard.specs.values()))), "MAX"
@@ -264,18 +264,18 @@ def refuse_unfit_optimizer(
     if hook := find_step_hook(optimizer):
         raise StepFailed(
             f"{type(optimizer).__name__} has {hook}, which may look at parameters that are on "
-            f"another rank, for {strategy} cuts the model; do what it does in the step() of an "
-            f"optimizer of your own, or train without {strategy}"
+            f"another rank, because {strategy} divides the model; do what it does in the step() of "
+            f"an optimizer of your own, or train without {strategy}"
         )
     if UPDATE_GRANULARITIES.index(granularity) > UPDATE_GRANULARITIES.index(available_granularity):
         needs = "all parameters" if granularity == WHOLE_MODEL else "whole tensors"
         situation, unit = (
-            ("cuts them", "element by element")
+            ("divides them", "element by element")
             if available_granularity == PER_ELEMENT
             else ("has them on several ranks", "each tensor by itself")
         )
         raise StepFailed(
-            f"{type(optimizer).__name__} wants {needs} together (tried on a small copy), and "
+            f"{type(optimizer).__name__} needs {needs} together (tried on a small copy), and "
             f"{strategy} {situation}; use one that updates {unit}, such as Adam"
         )
 
@@ -284,21 +284,21 @@ def _find_wrong_tensor(shard: ModelShard, serial: Mapping[str, Tensor]) -> str |
     """Describe a local tensor that differs from its shard spec, or return None."""
     local_tensors = {**dict(shard.model.named_parameters()), **dict(shard.model.named_buffers())}
     if unknown := [name for name in shard.specs if name not in local_tensors]:
-        return f"{unknown[0]} is said to be held, and the part has no such parameter or buffer"
+        return f"{unknown[0]} has a spec, and the part has no such parameter or buffer"
     for name, tensor in local_tensors.items():
         if (spec := shard.specs.get(name)) is None:
-            return f"{name} is held, and of which tensor it is a part is not said"
+            return f"{name} is held, and no spec says of which tensor it is a part"
         serial_tensor = serial[spec.name]
         if (
             serial_tensor.shape != spec.shape
             or spec.extract_shard(serial_tensor).shape != tensor.shape
         ):
             return (
-                f"{name} has the shape {tuple(tensor.shape)}, and what it says to hold of "
-                f"{spec.name}, whole {tuple(serial_tensor.shape)}, has another"
+                f"{name} has the shape {tuple(tensor.shape)}, and the part of {spec.name} "
+                f"in its spec, whole {tuple(serial_tensor.shape)}, has another"
             )
         if not is_same_value(spec.extract_shard(serial_tensor), tensor.detach()):
-            return f"{name} has other values than what it says to hold of {spec.name}"
+            return f"{name} has other values than the part of {spec.name} in its spec"
         if tensor.requires_grad != serial_tensor.requires_grad:
             return (
                 f"{name} is {'trained' if tensor.requires_grad else 'frozen'}, and {spec.name} of "

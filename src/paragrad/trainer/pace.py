@@ -96,10 +96,10 @@ def read_slow_ranks(slow: str | None, pace: float | None) -> SlowRanks:
         if kind != "random":
             rank, factor = parse_slow_rank(each)
             if rank in ranks:
-                raise Refused(f"--slow {slow}: rank {rank} is there twice; give it one factor")
+                raise Refused(f"--slow {slow}: rank {rank} appears twice; give it one factor")
             ranks[rank] = factor
         elif random_slowdown is not None:
-            raise Refused(f"--slow {slow}: random is there twice; give it one share and factor")
+            raise Refused(f"--slow {slow}: random appears twice; give it one share and factor")
         else:
             share, _, times_text = rest.partition("=")
             try:

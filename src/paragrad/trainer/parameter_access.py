@@ -63,8 +63,8 @@ def refuse_parameter_views(model: nn.Module) -> None:
         name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)
     ]:
         raise StepFailed(
-            f"{scripts[0] or 'the model'} is a script of torch.jit, which keeps its parameters to "
-            "itself; give the module that it was made of, or train it with data(n)"
+            f"{scripts[0] or 'the model'} is a script of torch.jit, which hides its parameters; "
+            "give the module that it was made of, or train it with data(n)"
         )
     storages = {
         each.untyped_storage()._cdata: name
@@ -83,8 +83,8 @@ def refuse_parameter_views(model: nn.Module) -> None:
                 if id(each) in names:
                     raise StepFailed(
                         f"the attribute {key} of {name or 'the model'} keeps the parameter "
-                        f"{names[id(each)]}, and would not follow it; take it from its module in "
-                        "forward, or train it with data(n)"
+                        f"{names[id(each)]}, and would not change with it; take it from its module "
+                        "in forward, or train it with data(n)"
                     )
                 if (
                     id(each) not in buffer_ids
@@ -94,8 +94,8 @@ def refuse_parameter_views(model: nn.Module) -> None:
                     parameter = storages[each.untyped_storage()._cdata]
                     raise StepFailed(
                         f"the attribute {key} of {name or 'the model'} is a view of the parameter "
-                        f"{parameter}, and would not follow it; take the view in forward, or train "
-                        "it with data(n)"
+                        f"{parameter}, and would not change with it; take the view in forward, or "
+                        "train it with data(n)"
                     )
 
 
@@ -428,9 +428,9 @@ class UserModel:
             if initial.get(what) != current.get(what):
                 now, _ = current.get(what, ("is gone", None))
                 yield (
-                    f"{what} {now}, other than when the model was cut, and its parts on the ranks "
-                    "would not follow; change it before the first step, or between one "
-                    "parallelize and the next, or train it with data(n)"
+                    f"{what} {now}, other than when the model was divided, and its parts on the "
+                    "ranks would not change with it; change it before the first step, or between "
+                    "two calls of parallelize, or train it with data(n)"
                 )
 
     def _list_other_attributes(self) -> dict[str, object]:

@@ -303,8 +303,8 @@ class Settings:
             load_machine(Path(self.machine), count_cores())
         if self.memory_budget is not None and job is not None and job.batch != "fit":
             raise Refused(
-                f"memory {self.memory} says what a rank may hold where the batch is to be found; "
-                f"give batch='fit' (--batch fit) in place of {job.batch!r}, or leave it out"
+                f"memory {self.memory} says what a rank may hold when paragrad finds the batch; "
+                f"give batch='fit' (--batch fit) instead of {job.batch!r}, or leave it out"
             )
         if job is not None:
             self._check_goal(job)
@@ -337,7 +337,7 @@ class Settings:
         if self.listen is None or self.allow is None:
             raise Refused(
                 "--listen says where workers may join from other hosts, and --allow is the folder "
-                "of the public keys of those who may; give both, or neither"
+                "of their public keys; give both, or neither"
             )
         if not isinstance(self.listen, str):
             raise Refused(f"listen must be a text such as '10.0.0.1:4000', got {self.listen!r}")

@@ -217,7 +217,7 @@ class Setup:
     def explain_no_whole_model(self) -> str:
         """Explain why no rank can run the whole model any more; an empty text if one can."""
         if self.layout.is_partitioned:
-            return "the model is cut: no rank holds all of it any more"
+            return "the model is divided: no rank holds all of it any more"
         if self.exchange is not None and self.exchange.shard_layout is not None:
             return "the parameters are sharded: no rank can run the model alone any more"
         return ""

@@ -510,7 +510,7 @@ class Trainer:
         """
         folder = folder or self.folder
         if folder is None:
-            raise Refused("trainer.save() wants a folder: give it here, or to pg.parallelize")
+            raise Refused("trainer.save() needs a folder: give it here, or to pg.parallelize")
         trainer_snapshot.save_snapshot(
             self.training,
             Path(folder),
@@ -536,7 +536,7 @@ class Trainer:
         newest = self.world.broadcast_object(next(iter(list_checkpoint_folders(folder)), None))
         if newest is not None:
             raise Refused(
-                f"{newest} is of another training; go on from it (trainer.load(folder)), give "
+                f"{newest} is of another training; continue from it (trainer.load(folder)), give "
                 "another folder, or overwrite=True"
             )
 

@@ -115,8 +115,8 @@ def forecast_activations(
         (each for each in list_factors(resolved) if not is_builtin_technique(each)), None
     ):
         raise Refused(
-            f"{resolved}: what {custom_factor} does in a step is known to it alone; train with it, "
-            "and the record says what its ranks held"
+            f"{resolved}: the memory of {custom_factor} cannot be predicted; train with it, and "
+            "read in the record what its ranks held"
         )
     whole = inspection.order.get_batch(0)
     parts = next(
@@ -126,8 +126,8 @@ def forecast_activations(
         parts is None or any(each.splits_layers for each in list_factors(resolved))
     ):
         raise Refused(
-            f"{resolved} cuts the model otherwise than in consecutive parts; the record of a "
-            "training says what its ranks held"
+            f"{resolved} does not divide the model into consecutive parts; train with it, and read "
+            "in the record what its ranks held"
         )
     with keep_generators():
         shares = [
@@ -192,8 +192,8 @@ def forecast_activations(
             if not micro_batch_memory.is_saved_hooks_error(error):
                 raise
             raise Refused(
-                f"job {job.name}, {resolved}: what its backward keeps cannot be seen, for "
-                "torch.func takes no hooks; train it, and look at resident in the record"
+                f"job {job.name}, {resolved}: what its backward keeps cannot be measured, because "
+                "torch.func allows no hooks; train it, and look at resident in the record"
             ) from error
 
 

@@ -52,8 +52,8 @@ from paragrad.validation.scheduler_check import refuse_unclear_scheduler
 
 METRIC_TOLERANCE = 0.02  # of the sizes: a metric of numbers of few digits is rounded
 CLOSURE_MESSAGE = (
-    "{} wants a closure, which runs the model again inside the update; use an "
-    "optimizer whose step() takes none"
+    "{} needs a closure, which runs the model again inside the update; use an "
+    "optimizer that needs none"
 )
 
 
@@ -164,8 +164,8 @@ def inspect_job(job: Job, data: Path | None = None) -> JobInspection:
         parameter.requires_grad for parameter in job.loss.parameters()
     ):
         raise Refused(
-            f"job {job.name}: the loss holds parameters with requires_grad, which no optimizer "
-            "gets; put them into the model and let it return what its loss needs of them, such as "
+            f"job {job.name}: the loss holds parameters with requires_grad, which the optimizer "
+            "does not get; put them into the model and let it return what the loss needs, such as "
             "(output, penalty), or freeze them (requires_grad_(False))"
         )
     _check_dense_values(job, model)
@@ -212,7 +212,7 @@ def _check_dense_values(job: Job, model: nn.Module) -> None:
 def _check_job_fields(job: Job) -> None:
     if job.batch == "fit":
         raise Refused(
-            f"job {job.name}: batch='fit' is found by train alone, for one strategy on this host "
+            f"job {job.name}: batch='fit' works only in train, for one strategy on this host "
             "(train(job, strategy, memory='2GB'), --batch fit --memory 2GB); give a whole number "
             "here"
         )
@@ -235,8 +235,8 @@ def _check_job_fields(job: Job) -> None:
         or len(job.name) > 100
     ):
         raise Refused(
-            f"job name {job.name!r}: give a text of at most 100 characters without /, of which "
-            "folders can be named"
+            f"job name {job.name!r}: give a text of at most 100 characters without /, which can "
+            "be the name of a folder"
         )
     for name in ("model", "loss", "optimizer"):
         if not callable(getattr(job, name)):
@@ -386,7 +386,7 @@ def explain_untrainable(model: nn.Module, optimizer: Any, scheduler: Any = None)
     ):
         return CLOSURE_MESSAGE.format(type(optimizer).__name__)
     if isinstance(optimizer, torch.optim.SparseAdam):
-        return "SparseAdam takes sparse gradients alone, which are not exchanged; use Adam"
+        return "SparseAdam takes only sparse gradients, which are not exchanged; use Adam"
     optimized = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if foreign := set(optimized) - set(model.parameters()):
         return (
@@ -400,11 +400,11 @@ def explain_untrainable(model: nn.Module, optimizer: Any, scheduler: Any = None)
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return (
-            "the optimizer has differentiable=True, with which no parameter can be updated in "
-            "place; leave it out"
+            "the optimizer has differentiable=True, so parameters cannot be updated in place; "
+            "leave it out"
         )
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        return "ReduceLROnPlateau wants a metric, which no scheduler gets; use one that needs none"
+        return "ReduceLROnPlateau needs a metric, which no scheduler gets; use one that needs none"
     if scheduler is not None and not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
         return (
             f"the scheduler is a {type(scheduler).__name__}; make it a "
@@ -561,7 +561,7 @@ def _probe_model_and_loss(
                     job, module, collect_parts(whole_samples, indices), probe.draws
                 )
                 whole_batch_reason = whole_batch_reason or (
-                    None if remaining_problem else "what it makes of a share counts otherwise"
+                    None if remaining_problem else "a share collated alone gives another loss"
                 )
                 loss_problem = remaining_problem
     return (

@@ -41,8 +41,8 @@ class LazyModelBuilder:
         if lazy_names := list_lazy_tensors(model):
             raise Refused(
                 f"{', '.join(lazy_names)} of the model have no shapes after a forward in eval "
-                "mode; give what is used in training alone its sizes (nn.Linear instead of "
-                "nn.LazyLinear)"
+                "mode; give their sizes to the modules that only training uses (nn.Linear instead "
+                "of nn.LazyLinear)"
             )
         return model
 

@@ -93,12 +93,12 @@ def refuse_insufficient_memory(
     if estimate(ranks_here, sample_bytes) <= available:
         return
     need = (
-        f"{requested} wants at least {_format_bytes(estimate(ranks_here, sample_bytes))} here: "
+        f"{requested} needs at least {_format_bytes(estimate(ranks_here, sample_bytes))} here: "
         f"{ranks_here} process{'es' if ranks_here > 1 else ''} of "
         f"{_format_bytes(PROCESS_BYTES + gradient_bytes(ranks_here) // ranks_here)} with "
         f"gradients, {_format_bytes(model)} of parameters, "
         f"{_format_bytes(saved_samples * sample_bytes)} that backward keeps of {saved_samples} "
-        f"sample{'s' if saved_samples > 1 else ''}; {_format_bytes(available)} are left: "
+        f"sample{'s' if saved_samples > 1 else ''}; {_format_bytes(available)} are free: "
     )
     fixed, per_rank = (
         (gradient_bytes(ranks_here) + saved_samples * sample_bytes, PROCESS_BYTES)
@@ -113,7 +113,7 @@ def refuse_insufficient_memory(
         )
     raise Refused(
         f"{need}the batch does not fit; make it smaller"
-        + (f", or cut it into micro-batches (micro={2 * micro})" if largest > 1 else "")
+        + (f", or divide it into micro-batches (micro={2 * micro})" if largest > 1 else "")
     )
 
 

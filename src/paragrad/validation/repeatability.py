@@ -93,7 +93,7 @@ def explain_single_use_optimizer(job: Job) -> str | None:
         )
     second = job.optimizer(parameters)
     return (
-        "the function gives the same one each time it is called: let it make one"
+        "the function returns the same object each time it is called: let it make a new one"
         if second is first
         else None
     )

@@ -91,14 +91,14 @@ def find_checkpoint(
     )
     if done > wanted:
         raise Refused(
-            f"{saved.folder} has {done} {unit} behind it, and job {job.name} wants {wanted}; give "
-            f"{repair}"
+            f"{saved.folder} has finished {done} {unit}, and job {job.name} has only {wanted}; "
+            f"give {repair}"
         )
     if done == wanted:
         scope = f" of {job.epochs} epoch(s)" if unit == "steps" else ""
         warnings.warn(
-            f"{saved.folder}: all {done} {unit}{scope} were made; nothing is left to train "
-            f"({repair} go on)",
+            f"{saved.folder}: all {done} {unit}{scope} are finished; nothing is left to train "
+            f"(to continue, give {repair})",
             stacklevel=2,
         )
     # Ranks of another launcher already have their own models, which take memory.

@@ -72,8 +72,8 @@ def refuse_many_rounds(rounds: ClientRounds | None, requested: Strategy) -> None
     """
     if rounds and rounds.has_varying_steps and rounds.count > MAX_DRAWN_ROUNDS:
         raise Refused(
-            f"{requested} comes to {rounds.count:,} rounds, of which each has to be drawn first, "
-            f"as clients make unequal numbers of steps; give at most rounds={MAX_DRAWN_ROUNDS}"
+            f"{requested} has {rounds.count:,} rounds; all are drawn before the training, because "
+            f"clients make unequal numbers of steps; give at most rounds={MAX_DRAWN_ROUNDS}"
         )
 
 
@@ -93,8 +93,8 @@ def refuse_round_schedule(
     """
     if rounds is not None and inspection.rate_scaling:
         raise Refused(
-            f"{requested}: scale_lr follows the batch, which is a client's here, who may have "
-            "fewer samples; give its optimizer the rate"
+            f"{requested}: scale_lr follows the batch, and a client may have fewer samples than a "
+            "batch; leave it out, and set the learning rate in the optimizer"
         )
     if rounds is None or inspection.initial_training["scheduler"] != "OneCycleLR":
         return
@@ -126,9 +126,9 @@ def refuse_wrapped_tensors(rounds: ClientRounds | None, job: Job, requested: Str
     for name, each in (*model.named_parameters(), *model.named_buffers()):
         if is_traceable_wrapper_subclass(each):
             raise Refused(
-                f"job {job.name}: {name} is a {type(each).__name__}, which holds other tensors in "
-                f"its place, and {requested} puts plain ones back before every client; make it "
-                "one, or train it with data(n)"
+                f"job {job.name}: {name} is a {type(each).__name__}, which wraps other tensors, "
+                f"and {requested} restores plain tensors before every client; make it a plain "
+                "tensor, or train it with data(n)"
             )
 
 

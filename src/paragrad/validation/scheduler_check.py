@@ -41,5 +41,5 @@ def refuse_unclear_scheduler(job: Job, scheduler: Any) -> None:
     raise Refused(
         f"job {job.name}: {type(own).__name__} can count epochs or steps; give "
         "scheduler_every='epoch' if your loop calls scheduler.step() once an epoch, or "
-        "scheduler_every='step' if it does so for every batch"
+        "scheduler_every='step' if it calls it for every batch"
     )

@@ -230,20 +230,19 @@ def validate_run(
     if settings.listen is not None:
         if not resolved.uses_work_queue or environment.ranks is not None:
             raise Refused(
-                "--listen: workers join where samples are handed out, under paragrad's own "
-                "launcher, and "
+                "--listen: workers cannot join, because "
                 + (
-                    f"{requested} divides each batch among its own; give server(n, sync=asp), ssp "
-                    "or bsp(backup=1)"
+                    f"{requested} divides each batch among its own workers; give "
+                    "server(n, sync=asp), ssp or bsp(backup=1)"
                     if environment.ranks is None
-                    else "another one started this; start it without"
+                    else "another launcher started these ranks; start paragrad without it"
                 )
             )
         refuse_host_port(parse_host_port("--listen", settings.listen), 1 + resolved.servers)
     if resolved.trains_clients and job.sampler is not None:
         raise Refused(
-            f"{requested}: each client has samples and an order of its own, so nothing asks the "
-            "job's sampler; leave it out"
+            f"{requested}: each client has its own samples and order, so the job's sampler is not "
+            "used; leave it out"
         )
     if resolved.trains_clients and inspection.order.is_in_order:
         raise Refused(
@@ -312,7 +311,7 @@ def _warn_of_micro_batches(
     ):
         warnings.warn(
             f"{requested}: batch norm takes its statistics over each of the {micro} micro-batches, "
-            f"so this is the training of serial(micro={micro}); that of serial may be another",
+            f"so this is the training of serial(micro={micro}), which may differ from serial's",
             stacklevel=3,
         )
 
@@ -386,9 +385,7 @@ def convert_strategy_errors(requested: Strategy) -> Iterator[None]:
         if isinstance(error, Refused) or not _list_custom_factors(requested):
             raise
         names = " * ".join(map(_qualify_strategy_name, _list_custom_factors(requested)))
-        raise Refused(
-            f"{names}, asked about itself, raised {type(error).__name__}: {error}; mend it"
-        ) from error
+        raise Refused(f"{names} raised {type(error).__name__}: {error}; repair it") from error
 
 
 def _list_custom_factors(requested: Strategy) -> list[Strategy]:
@@ -404,8 +401,8 @@ def _check_resolved_strategy(requested: Strategy, resolved: Strategy) -> None:
     """Check that the properties of a resolved strategy are consistent. Raises Refused."""
     if not isinstance(resolved, type(requested)):
         raise Refused(
-            f"{requested}, resolved, is {resolved!r}; let resolve() return one of its own kind, "
-            "such as replace(self, ...)"
+            f"{requested}: resolve() returned {resolved!r}; let it return a strategy of the same "
+            "class, such as replace(self, ...)"
         )
     if not isinstance(resolved.guarantees, Guarantees):
         raise Refused(
@@ -442,15 +439,15 @@ def _check_resolved_strategy(requested: Strategy, resolved: Strategy) -> None:
         ("threads", resolved.threads or 1),
     ):
         if value not in (IntegerList() if isinstance(value, tuple) else Integer()):
-            raise Refused(f"{requested} says {name} {value!r}; let it be of whole numbers from 1")
+            raise Refused(f"{requested} has {name} {value!r}; give whole numbers from 1")
     if resolved.batch_norm not in ("whole", "share"):
         raise Refused(
-            f"{requested} says batch_norm {resolved.batch_norm!r}; let it be whole or share"
+            f"{requested} has batch_norm {resolved.batch_norm!r}; give 'whole' or 'share'"
         )
     _check_factor_conflicts(resolved)
     if unknown_goals := [plan.goal for plan in resolved.plan_schedules() if plan.goal not in GOALS]:
         raise Refused(
-            f"{requested} plans {unknown_goals[0]!r}, which nobody can prove; known: "
+            f"{requested} plans {unknown_goals[0]!r}, which paragrad cannot prove; known: "
             f"{', '.join(GOALS)}"
         )
 
@@ -460,7 +457,7 @@ def _check_factor_conflicts(resolved: Strategy) -> None:
     factors = list_factors(resolved)
     if len(factors) > 1 and (server_factors := [factor for factor in factors if factor.servers]):
         raise Refused(
-            f"{resolved}: {server_factors[0]} has servers, which know no other axes; leave the "
+            f"{resolved}: {server_factors[0]} has servers, which allow no other factors; leave the "
             "other factors out"
         )
     dividing = [
@@ -474,8 +471,8 @@ def _check_factor_conflicts(resolved: Strategy) -> None:
     for what, function in (("exchange", "make_exchange"), ("passes", "make_passes")):
         if len(factors_with := select_factors(resolved, function)) > 1:
             raise Refused(
-                f"{resolved}: {' and '.join(map(str, factors_with))} both bring {what} of their "
-                "own; at most one factor of a product can"
+                f"{resolved}: {' and '.join(map(str, factors_with))} both have their own {what}; "
+                "at most one factor of a product can"
             )
 
 
@@ -509,8 +506,8 @@ def choose_backend(settings: Settings, size: int) -> str:
     gpus = torch.cuda.device_count()
     if settings.backend == "nccl" and local_ranks > gpus:
         raise Refused(
-            f"backend nccl wants a GPU per rank; here are {gpus} for {local_ranks} ranks: leave "
-            "out --backend, and they exchange through the host"
+            f"backend nccl needs a GPU per rank, and this host has {gpus} for {local_ranks} ranks; "
+            "leave out --backend, and they exchange through the host's memory"
         )
     if settings.backend == "shm" and (reason := explain_no_shm(size)):
         raise Refused(f"{reason}; leave out --backend")
@@ -574,7 +571,7 @@ def check_partitioning(
         return
     if resolved.shards_parameters and not hasattr(torch.distributed, "reduce_scatter_single"):
         raise Refused(
-            f"{requested} wants torch 2.13 or later, and this is {torch.__version__}; leave out "
+            f"{requested} needs torch 2.13 or later, and this is {torch.__version__}; leave out "
             "state=fully_sharded"
         )
     samples = job.make_samples(open_dataset(job.train, data))
@@ -624,11 +621,11 @@ def prove_strategy_schedules(requested: Strategy, resolved: Strategy, settings: 
     plans = resolved.plan_schedules()
     if settings.inject_fault and not plans:
         raise Refused(
-            f"{requested} has no schedule to plant a fault in; name an algorithm, such as data(2, "
-            "reduce=ring)"
+            f"{requested} has no schedule that --inject-fault can change; name an algorithm, such "
+            "as data(2, reduce=ring)"
         )
     for plan in () if settings.skip_schedule_check else plans:
         try:
             check_schedule(inject_fault(plan.schedule, settings.inject_fault), plan.size, plan.goal)
         except Refused as error:
-            raise Refused(f"{error} (--skip-schedule-check runs it all the same)") from None
+            raise Refused(f"{error} (--skip-schedule-check runs it without this check)") from None

@@ -114,7 +114,7 @@ def test_draw_without_a_sample_dimension_is_equal_on_all_ranks() -> None:
             lambda n: torch.randperm(n),
             "randperm of shape (2,) for two samples and (3,) for three, which mixes samples",
         ),
-        (lambda n: functional.dropout(X[:n, 0] @ X[:n, 0].T), "no number of its own for each"),
+        (lambda n: functional.dropout(X[:n, 0] @ X[:n, 0].T), "give each sample its own number"),
         (
             lambda n: torch.poisson(X[:n].exp()),
             "draws from torch, which differ with the number of samples",

@@ -270,5 +270,5 @@ class Observed(nn.Module):
 
 def test_buffer_that_is_resized_is_named(tmp_path: Path) -> None:
     """torch said: Trying to resize storage that is not resizable."""
-    with pytest.raises(pg.RankFailed, match=r"largest.*had another one when the model was cut"):
+    with pytest.raises(pg.RankFailed, match=r"largest.*had another one when the model was divided"):
         pg.train(make_job("observed", Observed, VECTORS), "place(2)", runs=tmp_path)

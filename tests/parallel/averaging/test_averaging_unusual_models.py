@@ -86,9 +86,7 @@ def test_replaced_parameter_is_found_at_start(model: Any, name: str, text: str) 
     """A KeyError in the first meeting; and one that was made was trained under federated, on
     some workers.
     """
-    with pytest.raises(
-        pg.Refused, match=f"in the place of {name}, ties it or makes it; do that in __init__"
-    ):
+    with pytest.raises(pg.Refused, match=f"replaces, ties or makes {name}; do that in __init__"):
         validate_run(of(model), text)
 
 
@@ -174,7 +172,7 @@ def once(parameters: Any) -> torch.optim.Optimizer:
         (of(linear, train=Turning()), "train gives other values each time"),
         (of(linear, collate=collated), "train gives other values each time"),
         (of(linear, hooked), "registers hooks on parameters, which stay there"),
-        (of(linear, once), "the same one each time it is called"),
+        (of(linear, once), "the same object each time it is called"),
     ],
     ids=["a list", "a global", "a dataset", "a collate", "hooks", "the same optimizer"],
 )

@@ -347,7 +347,7 @@ def test_round_without_clients_is_in_the_summary_once(tmp_path: Path) -> None:
     samples = list(map(int, rounds_of(vectors(), text).clients[poor]))
     run = pg.train(vectors(train=Poisoned(samples, [])), text, runs=tmp_path)
     assert [told for told in run.event_messages if "round 1: no client came back" in told] == [
-        "round 1: no client came back; the weights stay"
+        "round 1: no client came back; the weights do not change"
     ]
 
 
@@ -377,7 +377,7 @@ def test_missing_sample_loses_the_client_and_not_the_run(tmp_path: Path, loaders
         for line in record.select_lines("event", rank)
         if line["name"] == "lost"
     ]
-    assert f"sample {stuck.raising[0]} of the dataset was not there within 2 s" in said
+    assert f"sample {stuck.raising[0]} of the dataset was not loaded within 2 s" in said
     assert close(found, averaged(vectors(), without(rounds, 3)), 1e-12)
 
 
@@ -696,8 +696,8 @@ def test_round_with_zero_learning_rate_is_reported(tmp_path: Path) -> None:
         runs=tmp_path,
     )
     assert run.event_messages == [
-        "round 0: the rate is 0, and stays so in a round: its clients train for nothing; let the "
-        "warm-up begin above 0"
+        "round 0: the rate is 0 in the whole round, so its clients learn nothing; let the warm-up "
+        "begin above 0"
     ]
 
 
@@ -782,16 +782,17 @@ def test_validation_counts_rounds_and_names_the_option(tmp_path: Path) -> None:
     text = "federated(2, clients=4, fraction=0.5{})"
     _, first = trained(made, text.format(", rounds=4"), tmp_path, save=1)
     with pytest.raises(
-        pg.Refused, match=r"has 4 rounds behind it, and job vectors wants 2; give more rounds=$"
+        pg.Refused, match=r"has finished 4 rounds, and job vectors has only 2; give more rounds=$"
     ):
         validate_run(made, text.format(", rounds=2"), Settings(resume=first.folder))
     with pytest.warns(
         UserWarning,
-        match=r"all 4 rounds were made; nothing is left to train \(more rounds= go on\)",
+        match=r"all 4 rounds are finished; nothing is left to train \(to continue, give more "
+        r"rounds=\)",
     ):
         validate_run(made, text.format(", rounds=4"), Settings(resume=first.folder))
     with pytest.raises(
-        pg.Refused, match="has 4 rounds behind it, and job vectors wants 2; give more --epochs"
+        pg.Refused, match="has finished 4 rounds, and job vectors has only 2; give more --epochs"
     ):
         validate_run(made.replace(epochs=1), text.format(""), Settings(resume=first.folder))
 
@@ -865,7 +866,7 @@ def test_stop_request_is_handled_at_a_round_boundary(pool: Launcher, tmp_path: P
         ("federated(2, local_epochs=-1)", "a whole number from 1"),
         ("federated(2, split=dirichlet(0))", "a number above 0"),
         ("federated(4, clients=3)", "give at most 3 worker(s), or more clients"),
-        ("federated(2) * tensor(2)", "a worker is a whole client at a time"),
+        ("federated(2) * tensor(2)", "a worker trains one whole client at a time"),
         ("fedavg(2)", "here it is federated(2, clients=100, fraction=0.1)"),
     ],
 )
@@ -916,7 +917,7 @@ def test_job_that_clients_cannot_divide_is_refused() -> None:
         pg.train(vectors(), "federated(2, clients=3)", verify=True)
     model = mlp()
     with (
-        pytest.raises(pg.Refused, match="not for a loop of your own"),
+        pytest.raises(pg.Refused, match="in a loop of your own paragrad cannot choose"),
         pg.parallelize(
             model, functional.cross_entropy, plain(model.parameters()), "federated(1, clients=3)"
         ),
@@ -939,7 +940,7 @@ def test_record_has_every_step_of_every_client(tmp_path: Path) -> None:
     assert record.count_passed_samples(1) == rounds.count_positions(0) + rounds.count_positions(1)
     samples = record.count_passed_samples(2)
     assert str(record.sample_count) == (
-        f"{samples} of the {samples} samples that clients of 3 round(s) were to train on, 0 twice, "
+        f"{samples} of the {samples} samples that clients had to train on in 3 round(s), 0 twice, "
         "0 missed"
     )
     assert record.sent_per_step["weights"]["bytes"] == round(3 * 8 * 244 / rounds.round_starts[-1])

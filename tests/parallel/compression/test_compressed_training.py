@@ -1063,8 +1063,8 @@ def hook_refused(world: World, text: str, momentum: float, more: dict[str, Any])
         ("dgc(0.01)", 0.9, {}, "give it steps_per_epoch=len(loader), or warmup=0"),
         ("dgc(0.01, warmup=0, clip=1.0)", 0.9, {}, "leave out clip"),
         ("dgc(0.01, warmup=0, momentum=0.5)", 0.9, {}, "momentum is given twice"),
-        ("top_k(0.01)", 0.9, {}, "wants no optimizer"),
-        ("ring", -1, {"steps_per_epoch": 3}, "wants no optimizer and no steps_per_epoch"),
+        ("top_k(0.01)", 0.9, {}, "takes no optimizer"),
+        ("ring", -1, {"steps_per_epoch": 3}, "takes no optimizer and no steps_per_epoch"),
         ("topk(0.01)", -1, {}, "did you mean top_k?"),
     ],
 )
@@ -1278,7 +1278,7 @@ def hook_misused(world: World, case: str) -> str:
         ),
         (
             "closed",
-            "its thread was ended by close(), and nobody would sum this gradient; make a new hook",
+            "its thread was ended by close(), so this gradient cannot be summed; make a new hook",
         ),
         (
             "two backwards",

@@ -351,7 +351,7 @@ def test_rank_with_another_control_flow_ends_the_step(
     call it: a sentence, no wait, and no sums of what does not belong together.
     """
     with pytest.raises(
-        RankFailed, match=f'rank 1, step 1.*in step 0 came here "{wanted}", and now "{told}"'
+        RankFailed, match=f'rank 1, step 1.*in step 0 this was "{wanted}", and now it is "{told}"'
     ):
         pool.run(otherwise, resolved("data(2, state=fully_sharded)"), way, size=2)
 

@@ -52,7 +52,7 @@ def test_encoder_with_another_path_in_eval_is_refused(tmp_path: Path) -> None:
     """
     with pytest.raises(
         pg.Refused,
-        match=r"takes another way for padding .* build it with enable_nested_tensor=False",
+        match=r"computes padding in another way .* build it with enable_nested_tensor=False",
     ):
         validate_run(make_job("encoder", Encoder, SENTENCES, test=SENTENCES), "place(2)")
     plain = make_job(
@@ -320,7 +320,7 @@ class Following(nn.Module):
         ),
         (
             True,
-            "step 2.*: the model went another way here than|step 2.*: a forward changes it, "
+            "step 2.*: the model took another path here than|step 2.*: a forward changes it, "
             "besides gradients and buffers",
         ),
     ],

@@ -133,7 +133,7 @@ def test_tensor_hidden_from_its_stage_is_refused_at_start(cut: str, tmp_path: Pa
     """
     with pytest.raises(
         pg.Refused,
-        match=r"in an attribute of a module, where a rank does not see .* or train it with data",
+        match=r"in an attribute of a module, so a rank does not see .* or train it with data",
     ):
         pg.train(make_job("looking", Looking, VECTORS), f"place(2, cut=[{cut}])", runs=tmp_path)
 
@@ -255,7 +255,7 @@ def test_buffer_created_by_the_first_forward(pool: Launcher, row: str) -> None:
     assert len(pool.run(two_steps, job, resolved(row), size=2)[0]) == 2
     with pytest.raises(
         pg.RankFailed,
-        match=r"tensor mask: it was not there when the model was cut, .* in the constructor",
+        match=r"tensor mask: it did not exist when the model was divided, .* in the constructor",
     ):
         found(pool, row, job)
 
@@ -552,7 +552,7 @@ def test_branch_decided_by_a_random_number(tmp_path: Path) -> None:
     out.
     """
     with pytest.raises(
-        (pg.Refused, pg.RankFailed), match=r"another way here.*a number that is drawn"
+        (pg.Refused, pg.RankFailed), match=r"another path here.*depends on a random number"
     ):
         pg.train(make_job("dropping", Dropping, VECTORS), "place(2)", runs=tmp_path)
 
@@ -708,12 +708,12 @@ class Forces(nn.Module):
         (
             Deciding,
             "raised DataDependentOutputException: .*pipeline_training.py:.*let Python look "
-            "at values of the inputs alone",
+            "only at values of the inputs",
         ),
         (
             Counting,
-            "raised DynamicOutputShapeException: .*pipeline_training.py:.*and modules at none "
-            "that decide a shape",
+            "raised DynamicOutputShapeException: .*pipeline_training.py:.*and modules at no "
+            "value that decides a shape",
         ),
     ],
 )
@@ -732,7 +732,8 @@ def test_requested_stage_boundary_is_used(tmp_path: Path) -> None:
         if line["what"] == "cut"
     ] == [("cut", "0 to 3 | 4")]
     with pytest.raises(
-        pg.Refused, match=r"cut=\[1, 1\] is 2 part\(s\) of 2 modules together, and there are 2 of 5"
+        pg.Refused,
+        match=r"cut=\[1, 1\] is 2 part\(s\) of 2 modules together, and the model needs 2 of 5",
     ):
         pg.train(JOBS["cnn"], "pipeline(2, micro=2, cut=[1, 1])", runs=tmp_path)
 

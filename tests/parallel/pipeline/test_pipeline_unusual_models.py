@@ -579,14 +579,13 @@ def scripted() -> nn.Module:
         (
             PastCall,
             "place(2)",
-            r"calls none of its modules \(where it calls their forward\(\) instead, nobody sees "
-            r"it\), and 2",
+            r"calls none of its modules \(paragrad does not see direct calls of their "
+            r"forward\(\)\), and 2",
         ),
         (
             scripted,
             "place(2)",
-            "1 is a script of torch.jit, which keeps its parameters to itself; give the module "
-            "that it was",
+            "1 is a script of torch.jit, which hides its parameters; give the module that it was",
         ),
         (scripted, "data(2, state=fully_sharded)", "1 is a script of torch.jit"),
     ],

@@ -107,7 +107,7 @@ BAD: dict[str, Callable[[], list[Any]]] = {
     "for a vector that is not here": lambda: push(slot=1),
     "a gradient of a later step": lambda: push(step=1_000_000),
     "a gradient of an earlier step": lambda: push(step=-1),
-    "a share that there is not (2 of 2)": lambda: push(share=2, step=1),
+    "a share that does not exist (2 of 2)": lambda: push(share=2, step=1),
     "an update of a later step": lambda: frames(
         Header(MessageType.UPDATE, JOB, 1, 5, shares=2, numbers=(12.0, 1.0))
     ),
@@ -282,7 +282,7 @@ HERE = "servers and workers are on one host"
         ("server(2, sync=asp)", (LIE, HERE), ("travel", "an update may come while they are read")),
         (
             "server(2, sync=bsp(backup=1))",
-            *[("travel", "who is late may be at the next ones when they are read")] * 2,
+            *[("travel", "a late worker may write the next ones while they are read")] * 2,
         ),
     ],
 )
@@ -801,7 +801,7 @@ def test_malformed_compressed_push_is_refused() -> None:
     )
     assert torch.equal(parcel.decode_vector(parcel.encode_vector(vector)), vector)
     with pytest.raises(
-        InvalidMessage, match="119 bytes, where what stands for this vector has 120"
+        InvalidMessage, match="119 bytes, where this vector has 120 when compressed"
     ):
         parcel.decode_vector(memoryview(bytes(119)))
     served = server("server(2, compress=bf16)")

@@ -401,8 +401,8 @@ def flood(door: socket.socket, count: int, seed: int) -> tuple[Counter[str], int
             refused.update(
                 {
                     "a connection that is not encrypted, or not ZeroMQ's": part + len(away) // 3,
-                    "a connection without the key of anybody known": len(away) // 3,
-                    "a connection that broke off, or brought too long a message": len(away) // 3,
+                    "a connection without a known key": len(away) // 3,
+                    "a connection that broke off, or sent too long a message": len(away) // 3,
                 }
             )
             for worker in workers:
@@ -502,7 +502,7 @@ def test_message_names_stay_few_under_random_numbers() -> None:
         "numbers of no known type (N)",
         "a message of N parts",
         "N bytes, where its header says N",
-        "a share that there is not (N of N)",
+        "a share that does not exist (N of N)",
         "a gradient of N elements for N parameters",
     }
 

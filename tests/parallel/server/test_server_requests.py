@@ -257,8 +257,8 @@ def test_no_wait_for_a_server_that_has_ended(
     here.close()
     assert asker.end() == []
     assert asker.failed is not None
-    assert "nobody listens any more at tcp://127.0.0.1:" in asker.failed.message
-    assert asker.failed.message.endswith("where server 0 was: the training was ended, or is over")
+    assert "server 0 does not listen at tcp://127.0.0.1:" in asker.failed.message
+    assert asker.failed.message.endswith(" any more: the training was stopped, or is over")
 
 
 STANDS = """

@@ -543,7 +543,7 @@ def test_folder_of_another_training_is_not_mixed(tmp_path: Path) -> None:
     steps_from(World(), job, Serial(threads=1), None, 0, 6, tmp_path)
     with pytest.raises(
         StepFailed,
-        match="checkpoint-00000006 is there, of a later step: another training was saved in",
+        match="checkpoint-00000006 exists, and is of a later step: another training was saved in",
     ):
         steps_from(World(), job, Serial(threads=1), None, 0, 2, tmp_path)
     held = os.open(tmp_path, os.O_RDONLY)
@@ -641,7 +641,7 @@ def wider() -> nn.Module:
             "saved with scheduler None, and job mlp has StepLR",
         ),
         ({"clip_norm": 1.0}, "saved with clip_norm None, and job mlp has 1.0"),
-        ({"epochs": 0}, "has 3 steps behind it, and job mlp wants 0; give more --epochs"),
+        ({"epochs": 0}, "has finished 3 steps, and job mlp has only 0; give more --epochs"),
         ({"dtype": torch.float64}, "saved with dtype float32"),
         ({"name": "other"}, "resume it as it was"),
         (
@@ -736,7 +736,7 @@ EDITS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: edited(
             folder, lambda state: state["optimizer"]["groups"][0].update(lr="high")
         ),
-        "has 'high' as lr of group 0 of the optimizer, which is a number",
+        "has 'high' as lr of group 0 of the optimizer, which must be a number",
     ),
     "float32": (
         lambda folder: edited(folder, tensors=in_float32),

@@ -256,7 +256,7 @@ def contrast(output: Tensor, target: Tensor) -> Tensor:
 
 
 def test_loss_that_compares_samples_gets_a_true_repair(tmp_path: Path) -> None:
-    with pytest.raises(pg.Refused, match="what it divides by adds up, and what it divides does"):
+    with pytest.raises(pg.Refused, match="its divisor adds up over parts, but its sum does not"):
         pg.train(job("contrast", mlp, VECTORS, loss=contrast), "data(2)", runs=tmp_path)
 
 

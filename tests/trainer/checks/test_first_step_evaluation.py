@@ -245,7 +245,7 @@ def test_random_evaluation_is_not_compared(
     )
     assert "are one worker's" in (found.first_step or "")
     assert COMPARED not in (found.first_step or "")
-    assert not_compared(found) == ["it is another one each time it is made"]
+    assert not_compared(found) == ["it differs each time it is computed"]
 
 
 def of_training(output: Any, target: Tensor) -> Tensor:

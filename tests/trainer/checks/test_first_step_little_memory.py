@@ -73,7 +73,7 @@ def test_unchecked_first_step_is_recorded(tmp_path: Path) -> None:
     run = pg.train(job("full", lambda: full(mlp()), VECTORS), "data(2)", runs=tmp_path)
     assert [
         line["because"] for line in run.select_lines("choice") if line["what"] == "first step"
-    ] == ["12 samples want about 0 MiB on one rank, and 0 MiB are left"]
+    ] == ["12 samples need about 0 MiB on one rank, and 0 MiB are left"]
     assert not run.select_lines("event")
 
 

@@ -128,7 +128,7 @@ def test_parameters_changed_by_a_forward_are_restored(tmp_path: Path) -> None:
         torch.testing.assert_close(ring[name], value, rtol=1e-10, atol=1e-12)
     with pytest.raises(
         pg.RankFailed,
-        match=r"the forward changes a parameter, .* they share it; train with state=replicated",
+        match=r"the forward changes a parameter, .* ranks share it; train with state=replicated",
     ):
         pg.train(taught, "data(2)", runs=tmp_path)
 
@@ -301,7 +301,7 @@ def test_sample_mixing_is_not_reported_without_a_split() -> None:
 
     assert "mixes samples" in cause("data(2)")
     assert "mixes samples" in cause("pipeline(2, micro=2)")
-    assert "by a way that is not seen" in cause("place(2)")
+    assert "in a way that paragrad does not see" in cause("place(2)")
 
 
 def cuts(world: World) -> int:

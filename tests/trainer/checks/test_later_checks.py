@@ -220,7 +220,9 @@ def test_an_update_of_one_replica_is_named(alone: int, tmp_path: Path) -> None:
 
 def test_a_miss_names_the_checkpoint_before_it(tmp_path: Path) -> None:
     job = make_job("faulty", build_faulty(scale_update, "update", 25, None), LONG)
-    with pytest.raises(pg.RankFailed, match=r"checkpoint-00000020; go on from it with") as caught:
+    with pytest.raises(
+        pg.RankFailed, match=r"checkpoint-00000020; continue from it with"
+    ) as caught:
         pg.train(job, "data(2, reduce=ring)", runs=tmp_path, save=10)
     assert caught.value.step == 29  # the last step before a checkpoint is compared
     assert "Step 19 was compared last" in caught.value.message
@@ -401,7 +403,7 @@ class Dropping(nn.Module):
 
 def test_a_cut_model_that_leaves_out_layers_is_refused_in_words(tmp_path: Path) -> None:
     """The lengths of two lists were unequal: a ValueError."""
-    with pytest.raises((pg.Refused, pg.RankFailed), match=r"runs other operations|another way"):
+    with pytest.raises((pg.Refused, pg.RankFailed), match=r"runs other operations|another path"):
         pg.train(make_job("dropping", Dropping, LONG), "pipeline(2)", runs=tmp_path)
 
 

@@ -69,7 +69,7 @@ def assign_slices(
     if kind == PER_TENSOR:
         return _assign_whole_tensors(
             lengths, ranks
-        ), f"{name} wants whole tensors: each is one rank's"
+        ), f"{name} needs whole tensors: each is one rank's"
     everything = [ParameterRange(index, 0, length) for index, length in enumerate(lengths)]
     reason = (
         "has a hook or a step of its own that may look at any parameter"

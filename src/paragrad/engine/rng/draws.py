@@ -268,9 +268,9 @@ class KeyedDraws(DrawSource):
             return self.draws.serial_calls[call]
         if self.strict:
             raise StepFailed(
-                f"{name} draws once more than this part of the model is said to: which call of the "
-                "whole model that is, is not known; name all of them, in their order, in "
-                "ModelShard(draw_calls=)"
+                f"{name} draws more often than ModelShard(draw_calls=) says for this part of "
+                "the model; name there all its calls, by their numbers in the whole "
+                "model, in their order"
             )
         return self.UNSEEN_CALL_OFFSET + call
 
@@ -310,8 +310,8 @@ class KeyedDraws(DrawSource):
         if self.strict and not self.has_all_samples:
             raise StepFailed(
                 f"{name} draws a tensor of shape {shape} for {samples} samples, not as in the "
-                "first step: which numbers are whose is not known, so it would be another "
-                "training than on one worker"
+                "first step: paragrad cannot give each sample its numbers, so it is not the "
+                "same training as on one worker"
             )
         return (0, shape[0] // samples) if shape and shape[0] % samples == 0 else (None, 1)
 
@@ -497,7 +497,7 @@ def check_seen_draws(draws: Draws) -> Iterator[None]:
     ]:
         raise StepFailed(
             f"the model or its loss draws from {moved[0]}, and did not when it was looked at: "
-            "ranks that have a sample together would each draw numbers of their own; draw by "
+            "ranks that share a sample would draw different numbers; draw by "
             "torch, or in every step, or train it with data(n)"
         )
 
@@ -609,8 +609,8 @@ def _infer_draw(name: str, two: tuple[int, ...], three: tuple[int, ...]) -> Draw
     grown = [dim for dim, (a, b) in enumerate(zip(two, three, strict=False)) if a != b]
     if len(two) != len(three) or len(grown) > 1:
         return (
-            f"{name} of shape {two} for two samples and {three} for three, which is no number of "
-            "its own for each"
+            f"{name} of shape {two} for two samples and {three} for three, which does not give "
+            "each sample its own number"
         )
     if not grown:
         return Draw(name, len(two), None, two)

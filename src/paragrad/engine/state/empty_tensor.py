@@ -15,7 +15,7 @@ from paragrad.engine.unwrap import VALUE_FREE_ATTRIBUTES, get_function_name
 from paragrad.errors import StepFailed
 
 NO_VALUES_MESSAGE = (
-    "the model is cut, and {} has no values from the first step to the end of `with "
+    "the model is divided, and {} has no values from the first step to the end of `with "
     "parallelize(...)`: test by trainer.evaluate(dataset), read trainer.state() (also for a "
     "running average of the weights) and trainer.gradients(), save by trainer.save(folder), and "
     "write to it before the first step or after the `with` (after an exception, load a checkpoint "

@@ -34,12 +34,12 @@ BATCH_NORM_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 GroupNumbers = list[dict[str, float]]  # the numbers in each group of an optimizer
 LOSS_PREFIX = "the loss"  # prefix of the names of its buffers
 REPLACED_MESSAGE = (
-    "a forward put another parameter in its place, tied it or made it, and what is averaged is "
-    "known by its name; do that in __init__, and change values in place"
+    "a forward put another parameter in its place, tied it or made it, and averaging finds "
+    "parameters by their names; do that in __init__, and change values in place"
 )
 ONE_SHAPE_HINT = (
     "give it one shape, whatever the batch; or register it with persistent=False, or keep it in "
-    "an attribute that is no buffer: then it has no mean"
+    "an attribute that is no buffer: then it is not averaged"
 )
 
 
@@ -111,8 +111,8 @@ class AveragingNotes:
             self.log.write_choice(
                 "averaged too",
                 _shorten_names(new),
-                "forwards change it, and state_dict holds it; where a mean of it is good for "
-                "nothing, register it with persistent=False",
+                "forwards change it, and state_dict holds it; if its mean is useless, register it "
+                "with persistent=False",
             )
 
     def note_python_state(

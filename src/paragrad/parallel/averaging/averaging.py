@@ -67,18 +67,18 @@ WEIGHTS = "weights"  # kind of the bytes of an averaging
 POSITION_NUMBERS = 2
 HEADER_NUMBERS = 4
 OUT_OF_STEP_MESSAGE = (
-    "rank {} {}, and rank {} {}: replicas make the same steps, tests and checkpoints. A loop ends "
-    "on all ranks by what "
-    "all know (trainer.evaluate, result.stop), not by the loss of a step, which is each rank's own"
+    "rank {} {}, and rank {} {}: replicas make the same steps, tests and checkpoints. End a loop "
+    "by a value that is the same on all ranks (trainer.evaluate, result.stop), not by the loss of "
+    "a step, which differs"
 )
 OTHER_SIZE_MESSAGE = (
     "it has {} numbers on rank {} and {} on rank {}, and replicas average what forwards change; "
     + ONE_SHAPE_HINT
 )
 OTHER_RATE_MESSAGE = (
-    "the rate of the optimizer's group {} is {} on rank {} and {} on rank {}, and replicas step by "
-    "the same; set it by "
-    "what all know (trainer.evaluate), not by the loss of a step, which is each rank's own"
+    "the rate of the optimizer's group {} is {} on rank {} and {} on rank {}, and replicas need "
+    "the same; set it by a value that is the same on all ranks (trainer.evaluate), not by the loss "
+    "of a step, which differs"
 )
 
 
@@ -206,7 +206,7 @@ class AveragingExchange(GradientBucketExchange):
         if momentum and len(momentum) != len(self.names):
             raise StepFailed(
                 f"the checkpoint has an outer momentum of {len(momentum)} of {len(self.names)} "
-                "parameters; train what was trained, or go on under another outer"
+                "parameters; train the same parameters, or continue with another outer"
             )
         return momentum
 

@@ -219,8 +219,7 @@ class FederatedExchange(VectorSumExchange):
         for name, total in self.value_sums.items():
             if name not in values:
                 raise StepFailed(
-                    "a forward took it away, and clients' values are averaged; let the model keep "
-                    "it",
+                    "a forward removed it, and clients' values are averaged; let the model keep it",
                     tensor=name,
                 )
             if values[name].shape != total.shape:

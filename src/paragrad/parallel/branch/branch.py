@@ -113,8 +113,8 @@ def inspect_model(
         )
     if most < ranks:
         raise StepFailed(
-            f"the model has at most {most} branches beside each other, and {ranks} ranks are "
-            f"wanted; give at most branch({most})"
+            f"the model has at most {most} parallel branches, and the strategy asks for {ranks} "
+            f"ranks; give at most branch({most})"
         )
     tensors = [*model.named_parameters(), *model.named_buffers()]
     owners = assign_branches(forks, ranks)
@@ -226,7 +226,7 @@ class BranchTrial:
             patch_torch_functions(),
             refuse_checkpoints(),
             track_modules(self.model) as self.module_stack,
-            explain_model_errors("some of whose values one rank alone has"),
+            explain_model_errors("with some values on one rank only"),
             use_test_mode(self.model, tested),
         ):
             tree_map_only(
@@ -238,7 +238,7 @@ class BranchTrial:
             if name in self.owners
         ]:
             raise StepFailed(
-                f"a forward makes the buffer {owned[0]} anew, which is in a branch; change it in "
+                f"a forward replaces the buffer {owned[0]}, which is in a branch; change it in "
                 "place (self.name.copy_(...)), or train the model with data(n)",
                 tensor=owned[0],
             )
@@ -251,8 +251,8 @@ def refuse_checkpoints() -> Iterator[None]:
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise StepFailed(
-            "the model makes parts of its forward again in backward (torch.utils.checkpoint), and "
-            "ranks with other branches would not; train it without, or with data(n)"
+            "the model runs parts of its forward again in backward (torch.utils.checkpoint), and "
+            "ranks with other branches do not; train it without checkpoints, or with data(n)"
         )
 
     checkpoint.checkpoint = refuse
@@ -314,7 +314,7 @@ def describe_layers(strategy: Strategy, model: nn.Module, inputs: Any, samples: 
     total = sum(plan.element_counts.values())
     return [
         *align_columns(rows),
-        f"{owned / max(total, 1):.1%} of {total:,} numbers are one rank's; shown at merges: "
+        f"{owned / max(total, 1):.1%} of {total:,} numbers are on one rank; sent at merges: "
         f"{sent[0]:,} bytes in a forward, gradients summed before forks: {sent[1]:,} in a "
         f"backward, for {samples} samples",
     ]

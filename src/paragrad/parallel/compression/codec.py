@@ -194,8 +194,7 @@ def build_codec(compressor: Compressor, shape: Sequence[int], key: int = 0) -> C
 
 
 NONFINITE_MESSAGE = (
-    "its gradient is not finite (nan or inf), and nothing can be compressed then; lower the rate, "
-    "or clip"
+    "its gradient is not finite (nan or inf), and cannot be compressed; lower the rate, or clip"
 )
 
 

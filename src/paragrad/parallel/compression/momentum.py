@@ -55,7 +55,7 @@ def take_over_momentum(
         raise Refused(
             "another dgc keeps the momentum of this optimizer already; give each model an "
             "optimizer of its own, and a new DistributedDataParallel a new one (its momentum "
-            "begins anew)"
+            "begins at zero)"
         )
     return DgcMomentum(optimizer, parameters, compressor)
 
@@ -157,9 +157,9 @@ class DgcMomentum:
             ):
                 raise StepFailed(
                     f"group {number} of the optimizer has gradients that dgc was not given, so "
-                    "this step was without momentum and decay; give parameters of another model "
-                    "an optimizer of their own, step after a backward that exchanges (none under "
-                    "no_sync() alone), and before steps without the hook call close() on its state"
+                    "this step was without momentum and decay. Give parameters of another model "
+                    "an optimizer of their own. Step only after a backward outside no_sync(). "
+                    "Before steps without the hook, call close() on its state"
                 )
 
     def _restore_group_options(self) -> None:

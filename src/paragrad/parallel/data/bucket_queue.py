@@ -137,7 +137,7 @@ class BucketQueue:
         """
         if not self.finalizer.alive:
             raise StepFailed(
-                "its thread was ended by close(), and nobody would sum this gradient; make a new "
+                "its thread was ended by close(), so this gradient cannot be summed; make a new "
                 "hook"
             )
         self.queue.put((self, bucket))

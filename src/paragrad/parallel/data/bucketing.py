@@ -171,7 +171,7 @@ class GradientBucketExchange(VectorSumExchange):
             self.log.write_choice(
                 "overlap",
                 "on" if self.overlap else "off",
-                "of gradients that the passes say are final before their end"
+                "of gradients that are final before the passes end"
                 if self.overlap
                 else "asked for: exchange after backward",
             )

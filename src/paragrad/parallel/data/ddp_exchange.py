@@ -307,7 +307,7 @@ class DDPExchange(BucketedExchange):
             ]
             raise StepFailed(
                 "no gradient in this step, although all parameters had one in step 0; a parameter "
-                "whose use depends on the data must go unused on some rank in step 0 too, or be "
+                "whose use depends on the data must be unused on some rank in step 0 too, or be "
                 "used always",
                 tensor=", ".join(names) or None,
             )

@@ -91,7 +91,7 @@ class DgcExchange(CompressedExchange):
         log.write_choice(
             "momentum",
             momenta,
-            "taken over from the optimizer, whose own is 0 within its steps, with its weight decay"
+            "taken from the optimizer with its weight decay; in its own steps the optimizer uses 0"
             if self.momentum.fixed_momentum is None
             else "as asked",
         )
@@ -99,7 +99,7 @@ class DgcExchange(CompressedExchange):
             log.write_choice(
                 "clip",
                 f"{self.clip:g}",
-                "of each rank's part: times the root of its share of the batch",
+                "of each rank's part, times the square root of its share of the batch",
             )
         self.is_settled = False
 
@@ -110,7 +110,7 @@ class DgcExchange(CompressedExchange):
             self.log.write_choice(
                 "ratio",
                 f"{adapted.ratio:.3g}",
-                f"from epoch {self.epoch} on, of {self.dgc.warmup} that warm up",
+                f"from epoch {self.epoch} on, of {self.dgc.warmup} warm-up epochs",
             )
         super().average(weight)
 

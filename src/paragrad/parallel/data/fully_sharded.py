@@ -144,8 +144,8 @@ class FullyShardedExchange(Exchange):
             if each._backward_hooks or each._post_accumulate_grad_hooks
         ]:
             raise StepFailed(
-                "state=fully_sharded puts parts in its place, and it has a hook, which they would "
-                f"not have; hook the module, {ALTERNATIVE_HINT}",
+                "state=fully_sharded puts parts in its place, and it has a hook, which the parts "
+                f"do not have; hook the module, {ALTERNATIVE_HINT}",
                 tensor=", ".join(hooked[:3]),
             )
         if agree_on_granularity(self.optimizer, self.world) != PER_ELEMENT:
@@ -308,9 +308,8 @@ class FullyShardedExchange(Exchange):
         """Make the error for a message that differs from that of step 0."""
         return StepFailed(
             "all ranks gather and sum the parameters of modules in one order, whatever the data; "
-            "in step 0 came "
-            f'here "{expected}", and now "{message}": a module is called, or its output used, for '
-            f"some batches alone; use it for all, {ALTERNATIVE_HINT}",
+            f'in step 0 this was "{expected}", and now it is "{message}": a module is called, or '
+            f"its output used, for some batches only; use it for all, {ALTERNATIVE_HINT}",
             tensor=expected.partition(" ")[2] or message.partition(" ")[2],
         )
 
@@ -348,7 +347,7 @@ class FullyShardedExchange(Exchange):
         ]:
             raise StepFailed(
                 f"ranks 0 and {other_ranks[0]} gather and sum the parameters of modules in another "
-                "order: a part of the model is used for some samples alone; use it for all, "
+                "order: a part of the model is used for some samples only; use it for all, "
                 f"{ALTERNATIVE_HINT}",
                 differs=True,
             )

@@ -291,7 +291,7 @@ def _read_requested_cut(
     sizes = [each for each in requested if isinstance(each, int)]
     if sizes and (len(sizes) != stage_count or sum(sizes) != len(units)):
         raise StepFailed(
-            f"{spec} is {len(sizes)} part(s) of {sum(sizes)} modules together, and there are "
+            f"{spec} is {len(sizes)} part(s) of {sum(sizes)} modules together, and the model needs "
             f"{stage_count} of {len(units)}: {format_units(units)}; give {stage_count} numbers "
             f"that add up to {len(units)}"
         )
@@ -314,7 +314,7 @@ def _read_requested_cut(
         start >= stop for start, stop in itertools.pairwise(starts)
     ):
         raise StepFailed(
-            f"{spec} names the modules with which all parts but the first begin, and {stage_count} "
+            f"{spec} must name the first module of each part except the first, and {stage_count} "
             f"parts that are not empty need {stage_count - 1} in the order in which they are "
             f"called: of {format_units(units[1:])}"
         )
@@ -388,8 +388,8 @@ def _time_units(model: nn.Module, units: Sequence[Unit], example: Any) -> list[f
     if any(len(each) != len(units) for each in rounds):
         raise StepFailed(
             "the forward runs other operations each time it is called, such as a layer that is "
-            "left out by chance, and a model that is cut must always run the same ones; train it "
-            "with data(n)"
+            "left out at random, and a model that is divided must always run the same operations; "
+            "train it with data(n)"
         )
     return [min(each) for each in zip(*rounds, strict=True)]
 

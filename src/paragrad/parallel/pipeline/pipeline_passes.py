@@ -184,8 +184,8 @@ class PipelinePasses(Passes):
         self.host.log.write_choice(
             "weights' part",
             f"{share:.0%} of the parameters",
-            "of what linear, convolution and embedding multiply by; the others get their "
-            "gradients with those of what came in",
+            "the weights of linear, convolution and embedding; the other parameters get their "
+            "gradients together with those of the inputs",
         )
 
     def compute_outputs(self, batches: list[Any], places: list[list[int]]) -> list[Any]:
@@ -510,8 +510,8 @@ class PipelineStep:
         if drawn != expected and self.training and self.host.draws:
             raise StepFailed(
                 f"part {stage} of the model draws random numbers {drawn} time(s), and when it was "
-                f"cut {expected}: which of the whole model's draws each is, is not known; draw as "
-                "often in every forward, or train it with data(n)"
+                f"cut {expected}, so its draws cannot be matched with those of the whole model; "
+                "draw equally often in every forward, or train it with data(n)"
             )
 
     def meter_activations(self) -> contextlib.AbstractContextManager[Any]:

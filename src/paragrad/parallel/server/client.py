@@ -219,7 +219,7 @@ class ServerClient:
                 )
                 raise StepFailed(
                     f"no answer from {silent} within {self.seconds:g} s: it, or a worker that it "
-                    "waits for, does not go on"
+                    "waits for, does not continue"
                 )
             ready = dict(poller.poll(int(1000 * wait) + 1))
             if self.peers is not None and any(each in ready for each in watched):
@@ -264,8 +264,8 @@ class ServerClient:
                     "the training's work queue" if self.queue_address else self.server_names[server]
                 )
                 raise StepFailed(
-                    f"nobody listens any more at {last.endpoint}, where {name} was: the training "
-                    "was ended, or is over"
+                    f"{name} does not listen at {last.endpoint} any more: the training was "
+                    "stopped, or is over"
                 )
         for server, header, _ in open_calls:
             self._send_frames(

@@ -86,7 +86,7 @@ class PushCodec:
         """
         if len(frame) != self.nbytes:
             raise InvalidMessage(
-                f"{len(frame)} bytes, where what stands for this vector has {self.nbytes}"
+                f"{len(frame)} bytes, where this vector has {self.nbytes} when compressed"
             )
         (payload,) = unpack_payloads(
             torch.frombuffer(bytearray(frame), dtype=torch.uint8), self.payload_types

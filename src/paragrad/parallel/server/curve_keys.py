@@ -76,7 +76,7 @@ def make_key_files(path: Path) -> Path:
     """
     if path.suffix != SECRET_SUFFIX:
         raise Refused(
-            f"--key {path}: it is to hold a secret key, by the name of such files; give "
+            f"--key {path}: the name of a file with a secret key ends with {SECRET_SUFFIX}; give "
             f"{path.with_suffix(SECRET_SUFFIX)}"
         )
     try:
@@ -111,12 +111,12 @@ def read_key_pair(path: Path) -> KeyPair:
         )
     if path.stat().st_mode & 0o077:
         raise Refused(
-            f"--key {path} may be read by others than its owner; chmod 600 {path}, or make another "
-            "pair, where somebody may have read it"
+            f"--key {path} can be read by other users than its owner; chmod 600 {path}, or make "
+            "another pair, if another user may have read it"
         )
     if zmq.curve_public(secret) != public:
         raise Refused(
-            f"--key {path}: its public key is not that of its secret one; make another pair"
+            f"--key {path}: its public key does not belong to its secret key; make another pair"
         )
     return KeyPair(public, secret)
 
@@ -158,19 +158,19 @@ def refuse_key_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise Refused(
             f"--allow {folder}: there is no such folder; make it, and put the public keys "
-            f"(*{PUBLIC_SUFFIX}) of those who may join into it"
+            f"(*{PUBLIC_SUFFIX}) of the hosts that may join into it"
         )
     files = sorted(folder.glob(f"*{PUBLIC_SUFFIX}"))
     if not files:
         raise Refused(
             f"--allow {folder} holds no public key (*{PUBLIC_SUFFIX}); put those of the hosts that "
-            "may join into it: `paragrad join` makes a pair where its --key names none"
+            "may join into it: `paragrad join` makes a pair if its --key names no file"
         )
     for path in files:
         if _read_certificate("--allow", path)[1]:
             raise Refused(
-                f"--allow: {path} holds a secret key; put its public half there, and the secret "
-                "one back to its host"
+                f"--allow: {path} holds a secret key; put its public key there, and move the "
+                "secret key back to its host"
             )
 
 

@@ -122,12 +122,12 @@ def refuse_host_port(host_port: HostPort, count: int) -> None:
     """
     if host_port.host in ("0.0.0.0", "::", "*"):
         raise Refused(
-            f"--listen {host_port.host} is where nobody can reach it by that name; give the "
+            f"--listen {host_port.host}: other hosts cannot reach this one by that name; give the "
             "address by which the other hosts reach this one (`ip address` shows them)"
         )
     if host_port.port and host_port.port + count - 1 > HIGHEST_PORT:
         raise Refused(
-            f"--listen wants {count} ports from {host_port.port} on, and {HIGHEST_PORT} is the "
+            f"--listen needs {count} ports from {host_port.port} on, and {HIGHEST_PORT} is the "
             "last one; give a lower one"
         )
     for port in range(host_port.port, host_port.port + count) if host_port.port else (0,):
@@ -193,6 +193,6 @@ def refuse_unreachable_port(host_port: HostPort, seconds: float) -> None:
         socket.create_connection((host_port.host, host_port.port), seconds).close()
     except OSError as error:
         raise Refused(
-            f"nobody is reached at {host_port} ({error.strerror or error}); give the address as "
-            "the training printed it, and see that it still runs"
+            f"no training answers at {host_port} ({error.strerror or error}); give the address as "
+            "the training printed it, and check that it still runs"
         ) from None

@@ -99,7 +99,7 @@ def check_push(
     push_codec = shard.push_codecs[header.slot]
     frame = rest[1].buffer
     if push_codec is not None and header.is_shared:
-        raise InvalidMessage("a vector that lies, where they are compressed")
+        raise InvalidMessage("a vector in shared memory, where they are compressed")
     vector = (
         reader.read_vector(header, frame) if push_codec is None else push_codec.decode_vector(frame)
     )
@@ -109,7 +109,7 @@ def check_push(
         0 <= header.numbers[3] <= shard.full_batch
         and 1 <= header.shares <= shard.strategy.share_count
     ):
-        raise InvalidMessage("samples or shares that cannot be")
+        raise InvalidMessage("samples or shares that cannot be right")
     # If an element is not finite, neither is the sum. Each element is checked, which takes many
     # times as long, only if the sum is not finite; it may have overflowed.
     if not vector.sum().isfinite() and not vector.isfinite().all():

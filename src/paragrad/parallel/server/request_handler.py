@@ -117,7 +117,7 @@ class RequestHandler:
                 since = time.monotonic()
             elif self.has_met_worker or time.monotonic() - since > seconds:
                 raise StepFailed(
-                    "no worker is there any more"
+                    "no worker is left"
                     if self.has_met_worker
                     else f"no worker came within {seconds:g} s"
                 )
@@ -198,7 +198,7 @@ class RequestHandler:
                 "step"
             )
         if header.shares != self.shard.strategy.share_count or header.share >= header.shares:
-            raise InvalidMessage(f"a share that there is not ({header.share} of {header.shares})")
+            raise InvalidMessage(f"a share that does not exist ({header.share} of {header.shares})")
         push = self.pending_pushes.setdefault(
             header.share, PendingPush(header.sender, header.numbers)
         )
@@ -342,7 +342,7 @@ class RequestHandler:
     def _make_update(self, divisor: float, factor: float) -> None:
         """Make the update of a complete synchronous step. Raises InvalidMessage."""
         if not 0 < divisor < math.inf or not 0 < factor <= 1:
-            raise InvalidMessage("a divisor or a factor that cannot be")
+            raise InvalidMessage("a divisor or a factor that cannot be right")
         if self.is_snapshot_due:
             self._save_snapshot()
         shares = [
@@ -395,7 +395,7 @@ class RequestHandler:
         Until then a worker may read it.
         """
         if header.step != self.shard.updates or not self.shard.is_complete:
-            raise InvalidMessage("no step that is there is to be forgotten")
+            raise InvalidMessage("no step to forget")
         self.forget_requests[header.sender] = connection, header
         if len(self.forget_requests) == self.shard.strategy.share_count:
             self.shard.is_complete = False
@@ -540,7 +540,7 @@ class RequestHandler:
         try:
             text, vector = self.shard.export_optimizer_state()
         except TypeError as error:
-            raise InvalidMessage(f"the optimizer's state cannot travel: {error}") from None
+            raise InvalidMessage(f"the optimizer's state cannot be sent: {error}") from None
         self.listener.send_answer(
             connection,
             header.make_answer(MessageType.VALUES, dtype=vector.dtype, elements=vector.numel()),

@@ -383,9 +383,9 @@ class ServerShard:
         groups = self.optimizer.param_groups if rate != 1 else []
         if any(group.get("lr") is None for group in groups):
             raise StepFailed(
-                f"the learning rate is to be multiplied by {rate:g}, and a group of "
+                f"the learning rate must be multiplied by {rate:g}, and a group of "
                 f"{type(self.optimizer).__name__} has no lr; take an optimizer with one, or "
-                "rate=constant and no further workers"
+                "rate=constant without workers that join later"
             )
         original_rates = [group["lr"] for group in groups]
         for group in groups:

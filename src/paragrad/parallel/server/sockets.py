@@ -391,10 +391,10 @@ class Listener:
         events = self.events[-1]
         failed_handshakes = events[ACCEPTED] - events[HANDSHAKE_SUCCEEDED]
         counts = {
-            "a connection without the key of anybody known": events[AUTHENTICATION_FAILED],
+            "a connection without a known key": events[AUTHENTICATION_FAILED],
             "a connection that is not encrypted, or not ZeroMQ's": failed_handshakes
             - events[AUTHENTICATION_FAILED],
-            "a connection that broke off, or brought too long a message": (len(self.sockets) == 1)
+            "a connection that broke off, or sent too long a message": (len(self.sockets) == 1)
             * (events[DISCONNECTED] - failed_handshakes),
         }
         return Counter(
@@ -446,7 +446,7 @@ def _bind_encrypted(socket: zmq.Socket[bytes], keys: KeyPair, host_port: HostPor
         except zmq.ZMQError as error:
             if error.errno != zmq.EADDRINUSE or not host_port.port or time.monotonic() > until:
                 raise StepFailed(
-                    f"nobody can be listened to at {host_port}: {error.strerror}; give another port"
+                    f"cannot listen at {host_port}: {error.strerror}; give another port"
                 ) from error
             time.sleep(0.05)  # the process that had the port was killed a moment ago
 
@@ -527,7 +527,7 @@ def process_request(
         if header.job != job and header.kind not in (MessageType.JOIN, MessageType.REMIND):
             raise InvalidMessage("it is of another training")
         if get_connection_key(connection) is not None and header.kind not in REMOTE_TYPES:
-            raise InvalidMessage(f"{header.kind.name} is not for those who joined from elsewhere")
+            raise InvalidMessage(f"{header.kind.name} is not for workers that joined later")
         if header.is_shared and (
             get_connection_key(connection) is not None or not listener.address.is_local
         ):

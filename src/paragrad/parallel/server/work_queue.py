@@ -289,7 +289,7 @@ class WorkQueue:
         key = get_connection_key(connection)
         if header.kind == MessageType.JOIN:
             if self.join_handler is None or key is None:
-                raise InvalidMessage("nobody joins this training here")
+                raise InvalidMessage("this training takes no workers that join")
             if self.is_ended:
                 raise InvalidMessage("the training is over")
             if (
@@ -300,7 +300,7 @@ class WorkQueue:
         number, ticket, report = self._parse_request(rest[0].bytes)
         joined_keys = self.join_handler.keys if self.join_handler else {}
         if joined_keys.get(number) != key:
-            raise InvalidMessage("a number that is somebody else's")
+            raise InvalidMessage("a number that belongs to another worker")
         if key is not None and self.join_handler is not None:
             if ticket not in (None, self.last_tickets.get(number)):
                 raise InvalidMessage("a ticket that it was not given")

@@ -212,7 +212,9 @@ class WorkerExchange(Exchange):
             "the servers are on several hosts"
             if not all(each.is_local for each in servers)
             else (
-                "who is late may be at the next ones when they are read" if strategy.backup else ""
+                "a late worker may write the next ones while they are read"
+                if strategy.backup
+                else ""
             )
         )
         self.shared_buffer = SharedBuffer(
@@ -529,7 +531,9 @@ class WorkerExchange(Exchange):
                 or header.dtype != slot.dtype
                 or (header.is_shared and not is_shared)
             ):
-                raise StepFailed(f"server {server} answered with another vector than was asked for")
+                raise StepFailed(
+                    f"server {server} answered with another vector than the one asked for"
+                )
             try:
                 vector = self.reader.read_vector(header, rest[1])
             except InvalidMessage as error:

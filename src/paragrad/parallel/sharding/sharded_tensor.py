@@ -183,8 +183,8 @@ class ShardedTensor(WrappedTensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise StepFailed(
-            f"{func} is asked below torch's functions of a tensor that is divided over ranks, by "
-            "compiled or scripted code or by vmap; train the model without it, or with data(n)"
+            f"compiled or scripted code, or vmap, calls {func} on a tensor that is divided over "
+            "ranks; train the model without it, or with data(n)"
         )
 
     def unwrap(self) -> Tensor:
@@ -393,9 +393,9 @@ class GatheredView(WrappedTensor):
             and (kwargs.get("inplace") or (is_in_place(name) and name != "requires_grad_"))
         ):
             raise StepFailed(
-                f"{name} changes in place a view of a value that is divided over ranks, whose "
-                "pieces would not follow; make it another value (torch.where, torch.cat, x * "
-                "mask), or train it with data(n)"
+                f"{name} changes in place a view of a value that is divided over ranks, and its "
+                "pieces would not change; make a new value (torch.where, torch.cat, x * mask), or "
+                "train it with data(n)"
             )
         gathered = list[Tensor]()
 
@@ -518,7 +518,7 @@ def run_on_whole(func: Any, args: Any, kwargs: Any) -> Any:
         local = args[0]
         if local.shape != first.shape:
             raise StepFailed(
-                f"{name} changes the shape of a value that is divided over ranks; make it another "
+                f"{name} changes the shape of a value that is divided over ranks; make a new "
                 "value, or train the model with data(n)"
             )
         for dim, sharding in first.shardings.items():

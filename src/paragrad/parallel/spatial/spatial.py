@@ -73,8 +73,8 @@ def inspect_model(
         refuse_small_images(strategy, domain, example)
     elif not has_samples_first(example):
         raise StepFailed(
-            "the inputs of the model have not all samples as their first dimension, so which part "
-            "of them a rank has is not known; leave out dense=tensor"
+            "not all inputs of the model have the samples as their first dimension, so the part "
+            "of a rank is not known; leave out dense=tensor"
         )
     plan = plan_sharding(model, example, strategy.size, domain, tested=tested)
     if isinstance(strategy, Spatial) and not any(
@@ -105,8 +105,8 @@ def refuse_small_images(strategy: Spatial, input_sharding: InputSharding, exampl
     """
     if not (images := find_images(example)):
         raise StepFailed(
-            "spatial divides images, numbers of (samples, channels, rows, columns), and the "
-            "inputs of the model are none; train it with data(n) or tensor(n)"
+            "spatial divides images, numbers of (samples, channels, rows, columns), and no input "
+            "of the model is one; train it with data(n) or tensor(n)"
         )
     for dim, axis in input_sharding.dims.items():
         if (smallest := min(each.shape[dim] for each in images)) < axis.ranks:

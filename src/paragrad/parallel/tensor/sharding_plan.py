@@ -380,7 +380,7 @@ class ShardingPlanner:
                 substitute_named_members(self.sharded_by_id),
                 track_modules(self.model) as self.module_stack,
                 explain_model_errors(
-                    "of which every rank has some neurons and sees the shapes of the whole"
+                    "with some neurons on each rank and the shapes of the whole model"
                 ),
                 use_test_mode(self.model, tested),
             ):

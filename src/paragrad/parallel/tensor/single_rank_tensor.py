@@ -157,7 +157,7 @@ class SingleRankTensor(Tensor):
         if len(written) > 1:
             raise StepFailed(
                 f"{name} writes to several values at once, of a branch that one rank has; let it "
-                "make others, or train the model with data(n)"
+                "make new values, or train the model with data(n)"
             )
         changed = written[0] if written else None
         if (
@@ -182,8 +182,8 @@ class SingleRankTensor(Tensor):
                 )
             ):
                 raise StepFailed(
-                    f"{name} changes a value of a branch that one rank has by what it does not "
-                    "have; make it another value, or train the model with data(n)"
+                    f"{name} changes a value of a branch that one rank has by values of other "
+                    "ranks; make a new value, or train the model with data(n)"
                 )
             return _find_current_function(func, name)(
                 *tree_map_only(SingleRankTensor, share_value, args),
@@ -194,8 +194,8 @@ class SingleRankTensor(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise StepFailed(
-            f"{func} is asked below torch's functions of a value that one rank has, by compiled or "
-            "scripted code or by vmap; train the model without it, or with data(n)"
+            f"compiled or scripted code, or vmap, calls {func} on a value that one rank has; train "
+            "the model without it, or with data(n)"
         )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -256,9 +256,9 @@ def run_on_owner(
             group.decider.check_meta_call(func, name, args, kwargs, draws)
         elif draws:
             raise StepFailed(
-                f"{name} draws in a branch, and did not when the model was looked at; draw by "
-                "dropout or a tensor's own methods (x.normal_()), draw in every step, or train "
-                "the model with data(n)"
+                f"{name} draws random numbers in a branch, and did not when the model was looked "
+                "at; draw by dropout or a tensor's own methods (x.normal_()), draw in every step, "
+                "or train the model with data(n)"
             )
     else:
         trained_copies = [
@@ -399,8 +399,8 @@ class ValueBroadcast(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         if torch.is_grad_enabled() and gradients[0].requires_grad:
             raise StepFailed(
-                "a gradient through branches is to have a gradient (forces, a penalty of "
-                "gradients), of which one rank would have all; train the model with data(n)"
+                "a gradient through branches needs a gradient of its own (forces, a gradient "
+                "penalty), and one rank would have all of it; train the model with data(n)"
             )
         input_gradients = (gradients[0],) if ctx.mine else (None,) * ctx.count
         return None, None, None, None, None, *input_gradients

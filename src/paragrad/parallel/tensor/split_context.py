@@ -100,8 +100,8 @@ def refuse_compiled_model(model: nn.Module) -> None:
         or type(module).__name__ == "OptimizedModule"
     ]:
         raise StepFailed(
-            f"{compiled[0] or 'the model'} is compiled, and compiled code asks nobody what it "
-            "makes of a tensor that is divided; train it without torch.compile, or with data(n)"
+            f"{compiled[0] or 'the model'} is compiled, and compiled code cannot compute with a "
+            "tensor that is divided; train it without torch.compile, or with data(n)"
         )
 
 
@@ -208,8 +208,8 @@ def patch_torch_functions() -> Iterator[None]:
         if any(isinstance(each, ShardedTensor) for each in tree_leaves(out)):
             raise StepFailed(
                 f"{cls.__name__}, an autograd function in Python, uses parameters that are divided "
-                "over ranks and not among its arguments; give them to it, or train the model with "
-                "data(n)"
+                "over ranks and not among its arguments; pass them as arguments, or train the "
+                "model with data(n)"
             )
         return out
 
@@ -307,7 +307,7 @@ class SplitContext:
             else:
                 if id(initial) in self.substitutes:
                     raise StepFailed(
-                        f"a forward makes the buffer {name} anew, of which ranks have pieces, and "
+                        f"a forward replaces the buffer {name}, which is divided over ranks, and "
                         "did not when the model was looked at; change it in place "
                         "(self.name.copy_(...))",
                         tensor=name,

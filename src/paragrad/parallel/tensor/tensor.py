@@ -63,8 +63,8 @@ def inspect_model(
             else "train it with data(n)"
         )
         raise StepFailed(
-            f"no layer of the model can be split over {strategy.size} ranks: its parameters meet "
-            f"the data in no product that has as many outputs; {repair}"
+            f"no layer of the model can be split over {strategy.size} ranks: no product of its "
+            f"parameters and the data has so many outputs; {repair}"
         )
     return plan
 

@@ -16,22 +16,22 @@ StageModules = list[list[nn.Module]]  # the modules of each stage
 
 HIDDEN_TENSOR = (
     "a tensor goes from one module to another in an object that is no tuple, list or dict, or in "
-    "an attribute of a module, where a rank does not see that it comes from another one; let "
+    "an attribute of a module, so a rank does not see that it comes from another rank; let "
     "modules give and take tensors, tuples, lists and dicts (torch.export.register_dataclass "
     "makes your dataclass one), or train it with data(n)"
 )
 
 NESTED_TENSORS = (
-    "in a test torch's TransformerEncoder takes another way for padding (nested tensors), which "
-    "cannot be cut, and gives zeros in padded places; build it with enable_nested_tensor=False, "
-    "or train it with data(n)"
+    "in a test torch's TransformerEncoder computes padding in another way (nested tensors), which "
+    "cannot be divided, and gives zeros in padded places; build it with "
+    "enable_nested_tensor=False, or train it with data(n)"
 )
 
 DIFFERENT_PATH = (
-    "the model went another way here than a forward without values did, by which every rank knows "
-    "what the others' modules give: a number that is drawn decided (layer drop), or a value that "
-    "was looked at otherwise than by if, item() or tolist(); multiply by it, or train it with "
-    "data(n)"
+    "the model took another path here than in the forward without values, from which every rank "
+    "knows what the others' modules give: the path depends on a random number (layer drop), or on "
+    "a value that is read otherwise than by if, item() or tolist(); multiply by it, or train it "
+    "with data(n)"
 )
 
 

@@ -102,8 +102,8 @@ def find_cut_points(
     """
     if is_compiled(model):
         raise StepFailed(
-            "torch.compile made the model one graph, which is not cut; give the model as it was "
-            "before"
+            "torch.compile made the model one graph, which cannot be divided; give the model "
+            "without torch.compile"
         )
     compiled_names = {name for name, module in model.named_modules() if is_compiled(module)}
     closed: set[type] = set()
@@ -238,15 +238,15 @@ def _choose_units(
         or every_module._global_backward_pre_hooks
     ):
         raise StepFailed(
-            "a backward hook is registered on the whole model, or on all modules, of which no "
-            "rank has all; register it on modules that lie in one part, or train the model with "
+            "a backward hook is registered on the whole model, or on all modules, and no rank has "
+            "all of them; register it on modules that are in one part, or train the model with "
             "data(n)"
         )
     if inside := [
         (name, each) for name in cut_names for each in hooked_names if name.startswith(f"{each}.")
     ]:
         raise StepFailed(
-            f"cut={inside[0][0]} goes through {inside[0][1]}, which has a backward hook and is to "
+            f"cut={inside[0][0]} goes through {inside[0][1]}, which has a backward hook and must "
             "be whole on one rank; cut before or after it"
         )
     closed = closed | hooked_names
@@ -267,8 +267,8 @@ def _choose_units(
     if len(units) < stage_count:
         has_inner = any(name for name, _ in units)
         finding = (
-            "the model calls none of its modules (where it calls their forward() instead, nobody "
-            "sees it)"
+            "the model calls none of its modules (paragrad does not see direct calls of their "
+            "forward())"
         )
         if has_inner or not any(model.children()):
             finding = (
@@ -363,7 +363,7 @@ def record_module_calls(model: nn.Module, example: Any) -> ModuleCall:
             call_model(model, clone_batch(example))
             cause = (
                 "; with gradients it does not, and a model that takes gradients itself is not cut, "
-                "for none come to it from parts on other ranks"
+                "because it gets no gradients of parts on other ranks"
             )
         raise StepFailed(
             f"a forward without gradients raised {describe_error(error)}{cause}; train it with "

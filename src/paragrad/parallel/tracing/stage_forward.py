@@ -176,10 +176,10 @@ class StageForward(ValuelessModel):
                 raise
             except Exception as error:
                 raise PlanFailed(
-                    "a forward without values, by which every rank knows what the others' modules "
-                    f"give, raised {describe_error(error)}; let Python look at values of the "
-                    "inputs alone, and modules at none that decide a shape, or train it without "
-                    "cutting it",
+                    "a forward without values, from which every rank knows what the others' "
+                    f"modules give, raised {describe_error(error)}; let Python look only at values "
+                    "of the inputs, and modules at no value that decides a shape, or train it "
+                    "without cutting it",
                     recorder.failed_module,
                 ) from error
         for tensor in find_tensors(out):
@@ -357,9 +357,9 @@ def run_modules(
         given = gather_whole(given)
     if expected is not None and (tuple(given.shape), given.dtype) != expected:
         raise StepFailed(
-            f"a part of the model gave a tensor of {tuple(given.shape)}, {given.dtype}, and "
-            f"without values of {expected[0]}, {expected[1]}; let modules look at no values that "
-            "decide these, or train it with data(n)"
+            f"a part of the model gave a tensor of {tuple(given.shape)}, {given.dtype}, and in the "
+            f"forward without values one of {expected[0]}, {expected[1]}; let modules look at no "
+            "values that decide these, or train it with data(n)"
         )
     return given
 
@@ -559,8 +559,8 @@ class OneStageForward(TracedForward):
                 HIDDEN_TENSOR
                 if self.staged_model.has_all_values
                 else f"{name} of this part uses a parameter, a buffer or a value that is on "
-                "another rank, which it did not when the model was cut; call in the first forward "
-                "what later ones call, or train it with data(n)"
+                "another rank, which it did not when the model was cut; make the same calls in the "
+                "first forward as later, or train it with data(n)"
             )
         return out
 
@@ -583,9 +583,9 @@ class OneStageForward(TracedForward):
             ]
         if not same_shapes:
             raise StepFailed(
-                f"{name} gave tensors of other shapes than without values, or than it was called "
-                "with; let modules look at no values that decide a shape, or train it without "
-                "cutting it"
+                f"{name} gave tensors of other shapes than in the forward without values, or than "
+                "it was called with; let modules look at no values that decide a shape, or train "
+                "it without cutting it"
             )
         operation_id = next(self.operation_ids)
         for each, tensor in enumerate(find_tensors(out)):

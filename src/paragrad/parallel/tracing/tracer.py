@@ -356,8 +356,8 @@ class TracedForward(TorchFunctionMode):
         stage = self.staged_model.stage_of_unit.get((name, number), self.stage)
         if stage < self.stage:
             raise StepFailed(
-                f"{name} comes after modules that it came before when the model was cut; a part is "
-                "what follows one another in every forward"
+                f"{name} comes after modules that it came before when the model was cut; call all "
+                "modules in the same order in every forward"
             )
         self.stage = stage
 

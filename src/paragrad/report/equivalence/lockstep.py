@@ -56,7 +56,7 @@ COMPARED_STEPS = 20
 # so many of the compared steps are made after some that are not compared
 LATE_STEPS = 5
 SKIPPED_STEPS = 25
-COARSE_MODEL = "in float64 it differs, and there the model computes in a coarser type inside"
+COARSE_MODEL = "in float64 the training differs, because the model itself uses a coarser type"
 # a deviation of so many eps is always allowed, and is the bound in float32
 FEW_EPS = 8
 # how much more than the baseline another way of rounding may deviate
@@ -296,9 +296,9 @@ def _refuse_shared_gradients(reference: SerialReference) -> None:
         for parameter in loop.model.parameters()
     ):
         raise StepFailed(
-            "the loss reads the model from outside, and of two models in one process it reads the "
-            "one built last, so that nothing can be compared; let the model return what its loss "
-            "needs of it, such as (output, penalty)"
+            "the loss reads the model from outside; of two models in one process it reads the one "
+            "built last, so they cannot be compared; let the model return what its loss needs, "
+            "such as (output, penalty)"
         )
 
 

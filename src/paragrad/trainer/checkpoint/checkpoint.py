@@ -154,8 +154,8 @@ def _write_checkpoint_folder(snapshot: Snapshot, parent: Path, overwrite: bool) 
     ):
         if not overwrite and find_damage(later) is None:
             raise StepFailed(
-                f"{later} is there, of a later step: another training was saved in {parent}; load "
-                "it and go on from it, save elsewhere, or remove it (trainer.save(folder, "
+                f"{later} exists, and is of a later step: another training was saved in {parent}; "
+                "load it and continue from it, save elsewhere, or remove it (trainer.save(folder, "
                 "overwrite=True))"
             )
         shutil.rmtree(later)
@@ -354,8 +354,8 @@ def _check_number_types(
             saved[name], int | float | Tensor
         ):
             raise Refused(
-                f"{folder} has {saved[name]!r} as {name} of {owner}, which is a number; resume "
-                "from another checkpoint"
+                f"{folder} has {saved[name]!r} as {name} of {owner}, which must be a number; "
+                "resume from another checkpoint"
             )
 
 

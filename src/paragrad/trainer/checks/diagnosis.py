@@ -59,7 +59,7 @@ def describe_mismatch(
     )
     if math.isinf(first.gap.value):
         difference = (
-            "another, where it must be the same to the bit"
+            "different, and must be equal bit for bit"
             if first.kind in ("buffer", "parameter", "state")
             else ("missing, or not finite, on one side")
         )
@@ -190,10 +190,10 @@ def diagnose_difference(tensor: str, is_buffer: bool, fault: str | None) -> str:
     )
 
 
-BY_DESIGN = "none is looked for: this strategy is another training than serial's by its design"
+BY_DESIGN = "paragrad looks for none: this strategy's training is not serial's, by design"
 CUSTOM_STRATEGY = (
-    "Cause not found; possible: the {} of {}, which is none of paragrad's; let it promise "
-    "exact=False, if it is meant so"
+    "Cause not found; possible: the {} of {}, which is not paragrad's own; let it promise "
+    "exact=False, if the difference is intended"
 )
 # what a divided batch may show, for `explain_division`
 LOSS_DIVISOR = (
@@ -202,22 +202,22 @@ LOSS_DIVISOR = (
     "collate=paragrad.WholeBatch(collate)"
 )
 UNTRACED_MEAN = (
-    "the mean in the loss is over something else than samples, and what it divides by cannot be "
-    "read off; return the pair (sum, weight)"
+    "the mean in the loss is not over samples, and its divisor is not "
+    "known; return the pair (sum, weight)"
 )
 MIXED_SAMPLES = (
     "the model or the loss mixes samples (a mean over the batch, a comparison of samples), so "
     "that a share gives another result than its part of the batch"
 )
 GRADIENT_HOOK = (
-    "a hook on the gradient of {} does something with it that is another thing for a share's "
-    "gradient (clips it, divides by its norm); do it in the optimizer"
+    "a hook on the gradient of {} has another effect on a share's gradient than on the "
+    "whole one (clips it, divides by its norm); do it in the optimizer"
 )
 NOT_DIVISION = (
     "Cause not found; possible: model, loss or data are not the same on every rank (the number of "
-    "a rank, a generator or a file of its own), or a forward reads or changes a value by a way "
-    "that is not seen (copies of parameters, .data). It is not the division of the batch: one "
-    "worker that takes the batch in the same parts gives the result of the whole batch"
+    "a rank, a generator or a file of its own), or a forward reads or changes a value in a way "
+    "that paragrad does not see (copies of parameters, .data). It is not the division of the "
+    "batch: one worker that takes the batch in the same parts gives the result of the whole batch"
 )
 COUNTING_STATE = (
     "Cause not found; possible: what it keeps (a counter, a running mean) counts its share or its "
@@ -233,29 +233,29 @@ CHANGED_PARAMETER = (
 )
 RECOMPUTED_BATCH_NORM = (
     "Cause not found; possible: a batch norm that the model computes again in backward "
-    "(torch.utils.checkpoint) counts twice on one worker, and once where the model is cut across "
-    "it, which keeps what it made; leave its checkpoints out (recompute=true of pipeline does the "
+    "(torch.utils.checkpoint) counts twice on one worker, and once where the model is "
+    "divided across it; leave its checkpoints out (recompute=true of pipeline does the "
     "same)"
 )
 NONLINEAR_GRADIENT = (
-    "Cause: what a hook or an autograd function of the model does with a gradient does not "
-    "grow as that does (it clips, or divides by a norm), and is another thing for a share's; do "
+    "Cause: a hook or an autograd function of the model changes a gradient in a way that is "
+    "not linear (it clips, or divides by a norm), and has another effect on a share's gradient; do "
     "it in the optimizer"
 )
 UNTRACED_CROSSING = (
-    "Cause not found; possible: a tensor goes from part to part by a way that is not seen, or"
-    " the model keeps something from one call to the next; cut it elsewhere (cut=[...]), or "
-    "train it with data(n) and nothing else"
+    "Cause not found; possible: a tensor goes from part to part in a way that paragrad does not "
+    "see, or the model keeps something from one call to the next; divide it elsewhere (cut=[...]), "
+    "or train it with data(n) and nothing else"
 )
 UNTRACED_FORWARD = (
-    "Cause not found; possible: a forward reads or changes a value by a way that is not seen "
-    "(copies of parameters, a view that is changed in place), or the model keeps something "
+    "Cause not found; possible: a forward reads or changes a value in a way that paragrad does not "
+    "see (copies of parameters, a view that is changed in place), or the model keeps something "
     "from one call to the next; train it with data(n)"
 )
 EVAL_MODE_PATH = (
     "Cause not found; possible: in eval mode it goes another way than in training, and reads "
-    "or changes a value there by a way that is not seen (copies of parameters, state_dict); "
-    "let it go the same way in both, or train it with data(n) alone"
+    "or changes a value there in a way that paragrad does not see (copies of parameters, "
+    "state_dict); let it go the same way in both, or train it with data(n) alone"
 )
 FORWARD_COUNT = (
     "Cause not found; possible: every forward changes the buffer {} (a count, the vectors of "
@@ -264,6 +264,6 @@ FORWARD_COUNT = (
 )
 SHARE_BUFFER = (
     "Cause not found; possible: the buffer counts what a share has, not what the batch has; "
-    "make what it holds a function of the step, or go without (register_buffer is for what is"
-    " equal on all workers)"
+    "make what it holds a function of the step, or leave the buffer out (register_buffer is for "
+    "what is equal on all workers)"
 )

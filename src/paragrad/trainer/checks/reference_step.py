@@ -314,7 +314,7 @@ def make_reference_step(
         except Exception as error:  # If this is rank 1, there is no baseline.
             reason = f"one worker's step ended with {type(error).__name__}: {error}"
     waits = stragglers.explain_timeout(
-        "rank 0 makes the step of one worker, whole, to compare this one with",
+        "rank 0 makes the whole step of one worker, to compare this step with it",
         ", or --skip-first-step-check",
     )
     with waits if reference is None else contextlib.nullcontext():
@@ -443,7 +443,7 @@ def _select_test_part(
             else joined.select_places(ordering(places[: len(joined.positions)]))
         )
     except ValueError as error:
-        return f"the batch that step was given cannot be cut: {error}"
+        return f"the batch that step was given cannot be divided: {error}"
 
 
 def evaluate_test_part(training: Training, part: BatchExcerpt, reference_loss: float) -> float:
@@ -557,7 +557,7 @@ def _estimate_sample_capacity(training: Training, batch: Batch) -> tuple[int, st
     )
     return (
         max(0, min(samples, (bytes_left - model) // per_sample)),
-        f"{samples} samples want about {(model + samples * per_sample) >> 20} MiB on one rank, and "
+        f"{samples} samples need about {(model + samples * per_sample) >> 20} MiB on one rank, and "
         f"{bytes_left >> 20} MiB are left",
     )
 
@@ -604,8 +604,8 @@ def refuse_float64_copies(world: World, module: LossModule) -> None:
     )
     if not world.all_reduce(torch.tensor(float(available is None or needed <= available)), "MIN"):
         raise StepFailed(
-            "this step is off from one worker's by more than rounding in its type explains at "
-            f"once, and to make it again in float64 wants about {needed >> 20} MiB on each host, "
-            "which is not there; train it in float64, on fewer ranks of a host, or without the "
+            "this step is off from one worker's by more than rounding in its type explains, "
+            f"and a repetition in float64 needs about {needed >> 20} MiB on each host, "
+            "which are not free; train it in float64, on fewer ranks of a host, or without the "
             "check (--skip-first-step-check, skip_first_step_check=True)"
         )

@@ -185,7 +185,7 @@ def _compute_test_loss(module: LossModule, part: BatchExcerpt) -> float | str:
         return f"one worker's raised {describe_error(error)}"
     if not math.isfinite(losses[0]):
         return "no sample counts in it, or its loss is not finite"
-    return losses[0] if losses[0] == losses[1] else "it is another one each time it is made"
+    return losses[0] if losses[0] == losses[1] else "it differs each time it is computed"
 
 
 def _run_parts(

@@ -83,8 +83,9 @@ UPDATE_CAUSE = (
 )
 UNEQUAL_GRADIENTS = (
     "before the update ranks {} and {} hold copies of it with other gradients, or another buffer; "
-    "this step updated nothing. A forward changes it on one of them alone, or reads it by a way "
-    "that is not seen: train it with data(n) and nothing else, or cut parts elsewhere. {}"
+    "this step updated nothing. A forward changes it on one of them alone, or reads it in a way "
+    "that paragrad does not see: train it with data(n) and nothing else, or divide the model "
+    "elsewhere. {}"
 )
 UNEQUAL_REPLICAS = (
     "{} this step ranks {} and {} hold copies of it that are not equal bit for bit: something "

@@ -105,7 +105,7 @@ def explain_no_copy(
     if len(group_names) != len(optimizer.param_groups):
         return f"{kind} has got another group of parameters since the first step"
     if steps_on_servers and not type(optimizer).__module__.startswith("torch.optim."):
-        return f"{kind} steps on the servers, and what it counts beside states is there"
+        return f"{kind} steps on the servers, which hold its counts outside of states"
     for group in optimizer.param_groups:
         for name, value in group.items():
             if name != "params" and not _is_plain(value) and not _is_number_tensor(value):

@@ -45,7 +45,7 @@ def explain_no_room(training: Training, copies: int) -> str:
     )
     if training.world.rank or available is None or needed <= available:
         return ""
-    return f"copies want about {needed >> 20} MiB on rank 0, and {available >> 20} MiB are left"
+    return f"copies need about {needed >> 20} MiB on rank 0, and {available >> 20} MiB are left"
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ def _list_carried_values(
     }
     if left := [place for place, value in changes.items() if not _can_be_sent(value)]:
         name = ".".join(filter(None, left[0]))
-        return None, f"{name} cannot be carried to rank 0, which would compare"
+        return None, f"{name} cannot be sent to rank 0, which compares"
     specs = setup.shard_layout.specs
     loss = setup.module.state_owner
     is_sent = setup.layout.has_output and isinstance(loss, torch.nn.Module)
