@@ -141,7 +141,7 @@ def test_prefetching_wrapper_is_reported() -> None:
             if number != 1:
                 trainer.step(inputs * 2, target)
         (inputs, target) = next(ahead(trainer.batches(VECTORS, batch=8, epoch=1)))
-        with pytest.raises(StepFailed, match="looks ahead"):
+        with pytest.raises(StepFailed, match="reads ahead"):
             trainer.step(inputs, target)
 
 
@@ -513,7 +513,7 @@ def a_trainer(**changes: object):  # type: ignore[no-untyped-def]
             "data.2. needs 2 worker.s. and the launcher started 1; start 2, or write data.auto.",
         ),
         ({"strategy": "dta(2)"}, "did you mean data"),
-        ({"model": nn.Linear}, "wants a torch.nn.Module, got type"),
+        ({"model": nn.Linear}, "needs a torch.nn.Module, got type"),
         (
             {"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)},
             "2 parameter.s. that are not the model's",

@@ -267,7 +267,7 @@ def test_number_of_rounds_is_computed_without_drawing() -> None:
         )
         for number in range(4)
     ]
-    with pytest.raises(pg.Refused, match=r"comes to 30,000 rounds, .*; give at most rounds=20000"):
+    with pytest.raises(pg.Refused, match=r"has 30,000 rounds; .*; give at most rounds=20000"):
         validate_run(of(linear), "federated(2, clients=6, fraction=0.7, rounds=30000)")
 
 

@@ -889,7 +889,7 @@ def test_hidden_tensors_are_refused() -> None:
     worker.
     """
     with pytest.raises(
-        pg.Refused, match=r"weight is a TwoTensor, .*; make it one, or train it with data\(n\)"
+        pg.Refused, match=r"weight is a TwoTensor, .*; make it a plain tensor, or train"
     ):
         validate_run(vectors(model=Wrapped), "federated(2, clients=3)")
 

@@ -1154,7 +1154,7 @@ def test_gradients_live_in_the_exchange_buckets(pool: Launcher) -> None:
 def test_warning_names_the_micro_batches_of_batch_norm(tmp_path: Path) -> None:
     """A user compared it with serial, and was not told why it differs."""
     data = TensorDataset(numbers(36, 10, seed=1), whole(4, 36, seed=2))
-    with pytest.warns(UserWarning, match=r"this is the training of serial\(micro=2\); that of"):
+    with pytest.warns(UserWarning, match=r"the training of serial\(micro=2\), which may"):
         pg.train(
             make_job("twice", NormedTwice, data), "pipeline(2, micro=2)", runs=tmp_path, limit=1
         )
