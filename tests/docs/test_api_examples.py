@@ -24,6 +24,7 @@ def find_examples() -> list[doctest.DocTest]:
 
 
 # with ranks of their own: those that tests share stay in the folder in which they started
+@pytest.mark.story
 @pytest.mark.parametrize("example", find_examples(), ids=lambda test: test.name)
 def test_example_in_docstring(
     example: doctest.DocTest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -79,6 +79,7 @@ def test_all_reduce_costs_in_pages_are_the_printed_ones(
     assert capsys.readouterr().out == printed
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("command", "figure"),
     re.findall(
