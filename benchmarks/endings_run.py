@@ -25,7 +25,7 @@ SETTLE = 5.0  # seconds within which the processes of a command that has ended m
 COMMAND = (sys.executable, "-m", "paragrad")
 # lines for people that are notices, not the message of an ending
 NOTICES = re.compile(
-    r"paragrad: (.* starts \d+ ranks on \d+ core|there is no data folder|"
+    r"paragrad: (.* starts \d+ ranks on \d+ core|there is no data folder .* \(--data|"
     r"the run ends after this step, and saves it|the comparison ends)"
 )
 NOISE = re.compile(
