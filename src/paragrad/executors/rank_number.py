@@ -1,7 +1,7 @@
 """The rank of a program that is read once for all ranks: a number per rank, kept as three integers.
 
-If a program makes no choice by rank, its peers and slots follow from the rank by arithmetic: by
-adding, by multiplying, and by a remainder, which closes the ring of ranks. All ranks are read at
+If a program makes no choice by rank, its peers and slots follow from the rank by arithmetic. It
+adds, multiplies, and takes a remainder, which closes the ring of ranks. All ranks are read at
 the cost of one: an operation on a RankNumber costs the same for any number of ranks.
 """
 

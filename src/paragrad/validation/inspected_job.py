@@ -66,6 +66,7 @@ class InspectedJob(InspectedOptimizer, JobFacts):
     Args:
         job: The job, prepared for training.
         inspection: What validation found out about it.
+
         data: The folder of data.
         limit: The number of steps after which the training stops, or None.
     """

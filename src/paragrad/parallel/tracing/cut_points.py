@@ -90,6 +90,7 @@ def find_cut_points(
         model: The model.
         example: Inputs of some samples.
         stage_count: Number of stages.
+
         requested: Where the user wants to cut, if anywhere.
         opens_all: Whether every module is opened that can be.
 
