@@ -280,7 +280,7 @@ def read_children() -> dict[int, list[int]]:
 
 # ---- judgement -------------------------------------------------------------------------------
 def list_codes(plan: Plan, sent: bool, finished: bool) -> tuple[int, ...]:
-    """Return the exit codes that are right, by docs/reference/launching.md and commands/exit_codes.py."""
+    """Return the right exit codes, by docs/reference/launching.md and exit_codes.py."""
     if plan.kind == "refusal":
         return (2,)
     if plan.kind == "fault":

@@ -21,7 +21,6 @@ exclude_patterns = ["_build"]
 
 # ---- Markdown -------------------------------------------------------------------------------
 myst_heading_anchors = 4
-myst_enable_extensions = ["colon_fence", "attrs_block", "dollarmath"]
 
 smartquotes = False
 # single backticks in docstrings are code

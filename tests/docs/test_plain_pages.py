@@ -74,17 +74,3 @@ def test_page_is_short_and_plain(page: Path) -> None:
 
 def test_all_pages_together_can_be_read() -> None:
     assert sum(len(get_prose(page).split()) for page in PAGES) <= MOST_WORDS_IN_ALL
-
-
-def test_every_page_is_in_a_list_of_pages() -> None:
-    """Sphinx warns of a page that no list has; this test needs no Sphinx."""
-    listed = {
-        (index.parent / f"{name}.md").resolve()
-        for index in DOCS.rglob("index.md")
-        for block in re.findall(r"```\{toctree\}\n(.*?)```", index.read_text(), re.DOTALL)
-        for name in block.split("\n")
-        if name and not name.startswith(":")
-    }
-    pages = {page.resolve() for page in DOCS.rglob("*.md") if "_build" not in page.parts}
-    assert pages - listed == {(DOCS / "index.md").resolve()}
-    assert listed - pages == set()

@@ -14,10 +14,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy
 
+from paragrad.errors import Refused
 from paragrad.record.record import Line
 from paragrad.report.palette import (
     BASELINE_COLOUR,
@@ -26,6 +28,7 @@ from paragrad.report.palette import (
     INK,
     KINDS,
     MUTED,
+    PALETTE,
     PAPER,
     replace_colours,
 )
@@ -528,3 +531,45 @@ def convert_to_svg(figure: Figure, name: str, alt: str) -> str:
         f'viewBox="0 0 {width:g} {height:g}">'
     )
     return re.sub(r"<svg[^>]*>", lambda _: opening, text, count=1)
+
+
+def _add_theme_style(svg: str) -> str:
+    """Define the variables of the colours in an SVG that is a file of its own.
+
+    A page defines them for all its charts. Without a definition every colour is black.
+
+    Args:
+        svg: The `<svg>` element, with variables.
+
+    Returns:
+        The element with a style of both themes; the reader's system chooses one.
+    """
+    used = [name for name in PALETTE if f"var(--{name})" in svg]
+    light, dark = (
+        " ".join(f"--{name}: {PALETTE[name][theme]};" for name in used) for theme in (0, 1)
+    )
+    style = (
+        f"<style>svg {{ {light} }} "
+        f"@media (prefers-color-scheme: dark) {{ svg {{ {dark} }} }}</style>"
+    )
+    end = svg.index(">") + 1
+    return f"{svg[:end]}\n {style}{svg[end:]}"
+
+
+def write_svg_file(svg: str, file: Path) -> None:
+    """Write a drawing as a file of its own, with the colours of both themes.
+
+    Args:
+        svg: The `<svg>` element.
+        file: The file.
+
+    Raises:
+        Refused: The file cannot be written.
+    """
+    try:
+        file.write_text(_add_theme_style(svg))
+    except OSError as error:
+        raise Refused(
+            f"--svg {file}: {error.strerror}; give a file in a folder that exists and can be "
+            "written"
+        ) from None

@@ -10,11 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paragrad.errors import Refused
 from paragrad.executors.pipeline_memory import TaskMemory
-from paragrad.report.charts import INK, MUTED, PAPER, TEXT_SIZE, convert_to_svg, open_figure
+from paragrad.report.charts import (
+    INK,
+    MUTED,
+    PAPER,
+    TEXT_SIZE,
+    convert_to_svg,
+    open_figure,
+    write_svg_file,
+)
 from paragrad.report.comparison_table import format_bytes
-from paragrad.report.palette import KINDS, add_theme_style
+from paragrad.report.palette import KINDS
 
 BAR_CHARACTERS = " ▁▂▃▄▅▆▇█"
 STEEL, OCHRE, _, PLUM, ASH = KINDS
@@ -65,13 +72,7 @@ def draw_memory_text(title: str, ranks: Sequence[RankMemory], svg: Path | None =
         Refused: The file cannot be written.
     """
     if svg:
-        try:
-            svg.write_text(add_theme_style(draw_memory_svg(title, ranks)))
-        except OSError as error:
-            raise Refused(
-                f"--svg {svg}: {error.strerror}; give a file in a folder that exists and can be "
-                "written"
-            ) from None
+        write_svg_file(draw_memory_svg(title, ranks), svg)
     most = max(1, *(each.peak.bytes for each in ranks))
     margin = len(str(ranks[-1].rank))
     lines = [f"{title}; █ is {format_bytes(most)}"]

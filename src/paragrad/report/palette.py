@@ -72,26 +72,3 @@ def replace_colours(text: str) -> str:
         lambda match: f"var(--{_NAMES[match[0]]})" if match[0] in _NAMES else match[0],
         text,
     )
-
-
-def add_theme_style(svg: str) -> str:
-    """Define the variables of the colours in an SVG that is a file of its own.
-
-    A page defines them for all its charts. Without a definition every colour is black.
-
-    Args:
-        svg: The `<svg>` element, with variables.
-
-    Returns:
-        The element with a style of both themes; the reader's system chooses one.
-    """
-    used = [name for name in PALETTE if f"var(--{name})" in svg]
-    light, dark = (
-        " ".join(f"--{name}: {PALETTE[name][theme]};" for name in used) for theme in (0, 1)
-    )
-    style = (
-        f"<style>svg {{ {light} }} "
-        f"@media (prefers-color-scheme: dark) {{ svg {{ {dark} }} }}</style>"
-    )
-    end = svg.index(">") + 1
-    return f"{svg[:end]}\n {style}{svg[end:]}"

@@ -24,9 +24,9 @@ from paragrad.report.charts import (
     TEXT_SIZE,
     convert_to_svg,
     open_figure,
+    write_svg_file,
 )
 from paragrad.report.comparison_table import format_bytes
-from paragrad.report.palette import add_theme_style
 from paragrad.schedules.actions import Schedule, ScheduleError, format_slot
 from paragrad.strategies.strategy import ScheduleUse
 
@@ -73,7 +73,7 @@ def draw_schedule(
             )
             for rank in range(plan.size)
         ]
-        write_space_time_svg(plan.schedule, plan.size, svg, rank_labels)
+        write_svg_file(draw_space_time_svg(plan.schedule, plan.size, rank_labels), svg)
     return "\n".join(
         (
             *_format_stage_table(parts),
@@ -122,29 +122,6 @@ def _format_stage_table(parts: Sequence[StageSummary]) -> list[str]:
         "gradients: bytes sent to the next part and back; all of one micro-batch",
         "",
     ]
-
-
-def write_space_time_svg(
-    schedule: Schedule, size: int, file: Path, rank_labels: Sequence[str] = ()
-) -> None:
-    """Write the space-time diagram of a schedule as an SVG file.
-
-    Args:
-        schedule: The schedule.
-        size: The number of ranks.
-        file: The file.
-        rank_labels: A text for the line of each rank.
-
-    Raises:
-        Refused: The file cannot be written.
-    """
-    try:
-        file.write_text(add_theme_style(draw_space_time_svg(schedule, size, rank_labels)))
-    except OSError as error:
-        raise Refused(
-            f"--svg {file}: {error.strerror}; give a file in a folder that exists and can be "
-            "written"
-        ) from None
 
 
 def draw_space_time_svg(schedule: Schedule, size: int, rank_labels: Sequence[str] = ()) -> str:
