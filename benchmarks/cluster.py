@@ -153,7 +153,7 @@ def write(found: dict[str, Any]) -> None:
         for name, each in found["figures"].items()
     ]
     PAGE.write_text(
-        filled(text, "figures", table(["figure", "median", "of all rounds", "bar"], rows))
+        filled(text, "figures", table(["figure", "median", "of all rounds", "goal"], rows))
     )
 
 

@@ -171,7 +171,7 @@ class Bench:
     def short(self) -> list[str]:
         """What falls short, in words."""
         return [
-            f"{name} is {found['value']:.4g}, the bar is {word} {bar:.4g}"
+            f"{name} is {found['value']:.4g}, the goal is {word} {bar:.4g}"
             for name, found in self.figures.items()
             for word, bar, wrong in (
                 ("at most", found["at_most"], lambda value, bar: not value <= bar),

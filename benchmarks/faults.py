@@ -99,7 +99,7 @@ class Open(queue_coordinator.QueueCoordinator):
 
     def announce_join_address(self, address: Address) -> None:
         super().announce_join_address(address)
-        Open.key = self.folder / "office.key"
+        Open.key = self.folder / "training.key"
         Open.address = address.endpoint
 
 
@@ -315,7 +315,7 @@ def left_over() -> int:
         for parent in processes
         for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
     ]
-    return len(ranks) + len(glob.glob(f"{processes_of().folder}/**/office", recursive=True))
+    return len(ranks) + len(glob.glob(f"{processes_of().folder}/**/queue", recursive=True))
 
 
 def options(parser: argparse.ArgumentParser) -> None:

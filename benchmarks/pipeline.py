@@ -190,7 +190,7 @@ def tables(bench: Bench) -> str:
             [[name, *(shown(name, setting) for setting in SETTINGS)] for name in rows],
         )
         + f"\n\nGeometric means of speed: {means}."
-        + "".join(f"\n\nShort of its bar: {line}." for line in bench.short())
+        + "".join(f"\n\nGoal missed: {line}." for line in bench.short())
     )
 
 

@@ -265,7 +265,7 @@ def rounding(
 ) -> dict[str, dict[str, float]]:
     """How far mean gradients of one batch are from float64's, in units in the last place:
     median, 99.9 %, and the largest error over the largest gradient. Of serial, of serial with
-    the batch back to front, and of `count` replicas by each schedule.
+    the batch in reverse order, and of `count` replicas by each schedule.
     """
 
     def gradient(how: Training, images: Tensor, labels: Tensor) -> Tensor:
@@ -280,9 +280,9 @@ def rounding(
     alone = Training(job, 1, any_schedule)
     found = {
         "serial": gradient(alone, images[None], labels[None])[0],
-        "serial, batch back to front": gradient(alone, images.flip(0)[None], labels.flip(0)[None])[
-            0
-        ],
+        "serial, batch in reverse order": gradient(
+            alone, images.flip(0)[None], labels.flip(0)[None]
+        )[0],
     }
     cut = (count, batch)
     shares = gradient(

@@ -3,13 +3,13 @@
 It is proved, drawn, timed, run, checked and compared like the built-in ones.
 
     python examples/own_all_reduce.py
-    paragrad train examples/own_all_reduce.py --strategy "data(3, reduce=gossip)"
+    paragrad train examples/own_all_reduce.py --strategy "data(3, reduce=line)"
 """
 
 import paragrad as pg
 
 
-class Gossip(pg.AllReduce):
+class Line(pg.AllReduce):
     """Sums the vector along a line of ranks; the last rank then sends the sum back."""
 
     def program(self, rank, size):
@@ -37,16 +37,16 @@ if __name__ == "__main__":
     from paragrad.planner.simulation import simulate_exchange
     from paragrad.runtime.launcher_env import count_cores
 
-    print(draw_text(Gossip(), 3), "\n")
+    print(draw_text(Line(), 3), "\n")
     file = Path("machine.json")
     if not file.exists():
         measure_machine("shm").write_machine_file(file)
     machine, _ = read_machine_file(file, count_cores())
-    for reduce in (Gossip(), pg.Ring()):
+    for reduce in (Line(), pg.Ring()):
         simulation = simulate_exchange(pg.Data(3, reduce=reduce), 100_000, machine)
         microseconds = 1e6 * simulation.timeline.seconds
         print(f"{reduce}: {microseconds:.0f} us for 100 KB over 3 ranks, simulated on this machine")
     print()
-    table = pg.compare(job, ["serial", pg.Data(3, reduce=pg.Ring()), pg.Data(3, reduce=Gossip())])
+    table = pg.compare(job, ["serial", pg.Data(3, reduce=pg.Ring()), pg.Data(3, reduce=Line())])
     print(table)
     print(f"\n{table.folder}/page.html")

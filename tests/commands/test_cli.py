@@ -176,7 +176,9 @@ def test_train_a_job_file(tmp_path: Path) -> None:
         str(tmp_path),
     )
     facts = dict(line.split(": ", 1) for line in text.splitlines())
-    assert facts["audit"] == "150 of 150 samples seen in each of 2 epoch(s), 0 twice, 0 missed"
+    assert (
+        facts["sample count"] == "150 of 150 samples seen in each of 2 epoch(s), 0 twice, 0 missed"
+    )
     assert float(facts["difference from serial (relative, float64, 20 steps)"]) <= 1e-10
     assert facts["test accuracy"].endswith(" %")
     assert facts["first step"].startswith("loss, weight, ")

@@ -156,7 +156,7 @@ class Open(queue_coordinator.QueueCoordinator):
     def announce_join_address(self, address: Any) -> None:
         super().announce_join_address(address)
         self.place.address = address.endpoint
-        self.place.server_key = self.folder / "office.key"
+        self.place.server_key = self.folder / "training.key"
         type(self).joiners = [self.place.join(*options) for options in self.joining]
 
     @property
@@ -259,7 +259,7 @@ def test_worker_started_by_a_launcher_can_join(place: Ground, opened: Callable[.
     def say_where(self: Any, address: Any) -> None:
         TRAINING.announce_join_address(self, address)
         place.address = address.endpoint
-        place.server_key = self.folder / "office.key"
+        place.server_key = self.folder / "training.key"
         type(self).joiners = [
             place.join(
                 launched={
@@ -468,7 +468,7 @@ def test_unknown_sender_gets_no_answer_and_changes_nothing(
 
     def say_where(self: Any, address: Any) -> None:
         place.address = address.endpoint
-        place.server_key = self.folder / "office.key"
+        place.server_key = self.folder / "training.key"
         self.office_at = address
         write_public_key(address.key, place.server_key)
 

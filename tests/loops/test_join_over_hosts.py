@@ -39,7 +39,7 @@ TRAINS = """
         print(run.folder, run.sample_count)
 """
 JOIN = (
-    f"{sys.executable} -m paragrad join tcp://host0:4000 digits --server-key runs/*/office.key "
+    f"{sys.executable} -m paragrad join tcp://host0:4000 digits --server-key runs/*/training.key "
     "--key me.key_secret"
 )
 
@@ -57,7 +57,7 @@ def test_a_worker_joins_from_another_host(clusters: Clusters, tmp_path: Path) ->
         assert re.search(r"its public half me.key must be put\s+into the\s+folder", first.said()[1])
         (tmp_path / "me.key").rename(tmp_path / "allow" / "host1.key")
         trains = cluster.start(0, [sys.executable, "trains.py"], folder=tmp_path)
-        opens = "until ls runs/*/office.key >/dev/null 2>&1; do :; done"
+        opens = "until ls runs/*/training.key >/dev/null 2>&1; do :; done"
         joins = cluster.start(1, ["sh", "-c", f"{opens}; {JOIN}"], folder=tmp_path)
         said, joined = cluster.finished([trains, joins], 110)
     assert re.fullmatch(r"worker 4: train \d+(, test \d+)?\n", joined)
@@ -108,7 +108,7 @@ def test_slow_vector_is_sent_once(clusters: Clusters, tmp_path: Path) -> None:
     make_key_files(tmp_path / "me.key_secret").rename(tmp_path / "allow" / "host1.key")
     with clusters(2, megabits=10) as cluster:
         trains = cluster.start(0, [sys.executable, "trains.py"], folder=tmp_path)
-        opens = "until ls runs/*/office.key >/dev/null 2>&1; do :; done"
+        opens = "until ls runs/*/training.key >/dev/null 2>&1; do :; done"
         join = JOIN.replace(" digits ", " trains.py ")
         joins = cluster.start(1, ["sh", "-c", f"{opens}; {join} --timeout 30"], folder=tmp_path)
         said, joined = cluster.finished([trains, joins], 110)

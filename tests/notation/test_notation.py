@@ -196,6 +196,7 @@ REFUSED = {
     "ring_async(4)": "did you mean data(2, reduce=ring_async)?",
     "ddp(2)": "here it is data(2)",
     "DDP": "here it is data(2)",
+    "post_local_sgd(2)": "here it is local(2, every=8, after=60)",
     "fsdp(4)": "here it is data(2, state=shared_memory), on one host",
     "data(2, state=fsdp)": "got fsdp; did you mean fully_sharded?",
     "data(2, state=full_shard)": "did you mean fully_sharded?",
@@ -248,6 +249,10 @@ def test_auto_is_resolved() -> None:
         8, reduce=Native(), state="replicated"
     )
     assert resolve_strategy(Data("auto"), Environment(8, ranks=3)).workers == 3
+    # data(auto) with --device cuda took a rank per core, and many ranks shared a GPU
+    assert resolve_strategy(Data("auto"), Environment(8, gpus=2)).workers == 2
+    assert resolve_strategy(Data("auto"), Environment(8, ranks=3, gpus=2)).workers == 3
+    assert resolve_strategy(strategy("local(auto)"), Environment(8, gpus=2)).workers == 2
     assert resolve_strategy(Data(2, reduce=RingAsync()), Environment(8)) == Data(
         2, reduce=RingAsync(2), state="replicated"
     )

@@ -91,7 +91,7 @@ def test_detailed_step_follows_its_schedule(pool: Launcher, tmp_path: Path, text
                 "load",
                 "update",
             ]
-            assert "told" in [span.name for span in own]
+            assert "wait for loss" in [span.name for span in own]
             assert apart([(span.start, span.start + span.seconds) for span in own])
             for span in own:
                 if span.lane == "receive":
@@ -159,7 +159,7 @@ def test_short_batches_are_not_shown_or_fitted(pool: Launcher, tmp_path: Path) -
         ("data(2)", {"adding up gradients", "updating parameters"}),
         ("data(2, reduce=ring)", set()),
         ("serial", set()),
-        ("data(2, reduce=ring) * pipeline(2, micro=2)", {"buckets", "told"}),
+        ("data(2, reduce=ring) * pipeline(2, micro=2)", {"buckets", "wait for loss"}),
     ],
 )
 def test_every_strategy_has_a_step_timeline(

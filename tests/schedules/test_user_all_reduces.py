@@ -26,7 +26,7 @@ pytestmark = pytest.mark.pure
 
 
 @dataclass(frozen=True)
-class Gossip:
+class Line:
     """What a user writes: every rank hands its neighbour chunk after chunk, once round to add
     and once round to tell.
     """
@@ -44,17 +44,17 @@ def test_ten_line_all_reduce_is_proved_and_timed() -> None:
     has a part for each rank.
     """
     for size in (1, 2, 3, 4, 7):
-        proof = prove_schedule(Gossip(), size)
+        proof = prove_schedule(Line(), size)
         assert (proof.messages, proof.length, proof.grouped) == (2 * size * (size - 1), size, True)
-    assert draw_text(Gossip(), 2).splitlines() == [
+    assert draw_text(Line(), 2).splitlines() == [
         "0 | >1:0 <1:1+   >1:1 <1:0",
         "1 | >0:1 <0:0+   >0:0 <0:1",
     ]
-    assert compute_work_and_depth(Gossip(), 4, 100).work == 3 * 100
+    assert compute_work_and_depth(Line(), 4, 100).work == 3 * 100
     cluster = Cluster(Link(3.0, 0.5), 0.25)
     assert (
-        time_collective(Gossip(), 4, 100, cluster).seconds
-        == time_schedule(Gossip(), 4, 100, cluster).seconds
+        time_collective(Line(), 4, 100, cluster).seconds
+        == time_schedule(Line(), 4, 100, cluster).seconds
         > 0
     )  # type: ignore[arg-type]
 
@@ -62,14 +62,14 @@ def test_ten_line_all_reduce_is_proved_and_timed() -> None:
 def test_all_reduce_with_a_base_class_has_one_part_per_rank() -> None:
     class Named(Collective):
         def program(self, rank: int, size: int) -> Program:
-            yield from Gossip().program(rank, size)
+            yield from Line().program(rank, size)
 
     assert Named().parts(5) == 5
-    assert prove_schedule(Named(), 5, 100).sent == prove_schedule(Gossip(), 5, 100).sent == 160
+    assert prove_schedule(Named(), 5, 100).sent == prove_schedule(Line(), 5, 100).sent == 160
 
 
-class Broken(Gossip):
-    """Gossip with a program, or a number of parts, of the story's."""
+class Broken(Line):
+    """Line with a program, or a number of parts, of the story's."""
 
     def __init__(
         self, program: Callable[[int, int], Any], parts: Callable[[int], Any] | None = None
@@ -81,7 +81,7 @@ class Broken(Gossip):
 
 def changed(change: Callable[[int, int, list[Any]], Any]) -> Callable[[int, int], Any]:
     """change(rank, size, actions) of what is right."""
-    return lambda rank, size: iter(change(rank, size, list(Gossip().program(rank, size))))
+    return lambda rank, size: iter(change(rank, size, list(Line().program(rank, size))))
 
 
 def without(victim: int, number: int) -> Callable[[int, int], Any]:
@@ -103,7 +103,7 @@ def instead(victim: int, number: int, action: Any) -> Callable[[int, int], Any]:
 
 
 def skipping(rank: int, size: int) -> Program:
-    return (each for each in Gossip().program(rank, size) if each.slot != 1)
+    return (each for each in Line().program(rank, size) if each.slot != 1)
 
 
 def whole_vector(rank: int, size: int) -> Program:
@@ -116,7 +116,7 @@ def whole_vector(rank: int, size: int) -> Program:
 
 
 def raising(rank: int, size: int) -> Iterator[Any]:
-    yield from itertools.islice(Gossip().program(rank, size), 3)
+    yield from itertools.islice(Line().program(rank, size), 3)
     yield Send({0: 1, 1: 2}[rank], 0)
 
 
@@ -132,18 +132,18 @@ def chatty(rank: int, size: int) -> Iterator[Any]:
 
 
 def receiving_first(rank: int, size: int) -> Iterator[Any]:
-    actions = list(Gossip().program(rank, size))
+    actions = list(Line().program(rank, size))
     for send, recv in zip(actions[::2], actions[1::2], strict=True):
         yield recv
         yield send
 
 
 def no_generator(rank: int, size: int) -> Any:
-    return list(Gossip().program(rank, size))
+    return list(Line().program(rank, size))
 
 
 def forgotten(rank: int, size: int) -> Any:
-    Gossip().program(rank, size)
+    Line().program(rank, size)
 
 
 def of_one_argument(rank: int) -> Any:
@@ -160,7 +160,7 @@ class ByCall:
 
     def __call__(self, rank: int, size: int) -> Any:
         mirrored = next(self.calls) // size % 2
-        for action in Gossip().program(-rank % size if mirrored else rank, size):
+        for action in Line().program(-rank % size if mirrored else rank, size):
             peer = action.to if isinstance(action, Send) else action.frm
             peer = -peer % size if mirrored else peer
             yield (
@@ -175,12 +175,12 @@ dice = random.Random(0)
 
 
 def by_chance(rank: int, size: int) -> Any:
-    actions = list(Gossip().program(rank, size))
+    actions = list(Line().program(rank, size))
     dice.shuffle(actions)
     yield from actions
 
 
-SHARED = {(rank, size): Gossip().program(rank, size) for size in (3,) for rank in range(size)}
+SHARED = {(rank, size): Line().program(rank, size) for size in (3,) for rank in range(size)}
 NOBODY = "is for a rank that does not exist: there are 0 to 2, as whole numbers"
 
 # the story; the program; what is refused among 3 ranks
@@ -377,7 +377,7 @@ def test_schedule_without_a_program_is_refused() -> None:
 )
 def test_invalid_parts_are_refused(parts: Callable[..., Any], message: str) -> None:
     with pytest.raises(ScheduleError) as caught:
-        prove_schedule(Broken(Gossip().program, parts), 3)
+        prove_schedule(Broken(Line().program, parts), 3)
     assert str(caught.value) == message
 
 

@@ -442,7 +442,7 @@ def test_file_run_and_imported_defines_one_class(tmp_path: Path) -> None:
     """A job file that something imports under its own name was refused as two of one name."""
     (tmp_path / "rumour.py").write_text(
         OWN.read_text()
-        .replace("Gossip", "Hearsay")
+        .replace("Line", "Hearsay")
         .replace("import paragrad", "import beside\nimport paragrad", 1)
     )
     (tmp_path / "beside.py").write_text("import rumour\n")
@@ -467,7 +467,7 @@ def test_unknown_strategy_class_names_its_import(tmp_path: Path) -> None:
 def test_strategies_command_lists_those_of_a_file() -> None:
     answer = CliRunner().invoke(app, ["strategies", "--job", str(OWN)])
     assert answer.exit_code == 0, answer.output
-    assert re.search(r"reduce\s+gossip\s+\S", answer.stdout)
+    assert re.search(r"reduce\s+line\s+\S", answer.stdout)
 
 
 def test_unimportable_class_is_sent_or_refused(tmp_path: Path) -> None:
@@ -476,7 +476,7 @@ def test_unimportable_class_is_sent_or_refused(tmp_path: Path) -> None:
     """
     ghost = ModuleType("ghost")
     code = "import threading\nimport paragrad as pg\nlock = threading.Lock()\n"
-    code += OWN.read_text().split("\njob = ")[0].replace("Gossip", "Rumour")
+    code += OWN.read_text().split("\njob = ")[0].replace("Line", "Rumour")
     exec(code, vars(ghost))
     assert len(pg.train(job, pg.Data(2, reduce=ghost.Rumour()), runs=tmp_path).losses) == 6
     exec(
@@ -572,28 +572,28 @@ def test_user_all_reduce_example_as_its_page_says(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "0 | >1:0" in done.stdout
     assert re.search(
-        r"gossip: \d+ us for 100 KB over 3 ranks, simulated on this machine", done.stdout
+        r"line: \d+ us for 100 KB over 3 ranks, simulated on this machine", done.stdout
     )
     (folder,) = (tmp_path / "runs").glob("*-digits-compare")
-    row = next(row for row in pg.Table(folder).rows if "gossip" in row.resolved)
-    assert row.strategy == "data(3, reduce=gossip)"
+    row = next(row for row in pg.Table(folder).rows if "line" in row.resolved)
+    assert row.strategy == "data(3, reduce=line)"
     assert row.failure is None
     assert row.difference is not None
     assert row.difference <= 1e-10
-    assert "data(3, reduce=gossip)" in (folder / "page.html").read_text()
+    assert "data(3, reduce=line)" in (folder / "page.html").read_text()
 
 
 @pytest.mark.story
 def test_command_finds_the_all_reduce_of_a_job_file(tmp_path: Path) -> None:
-    done = command("train", str(OWN), "--strategy", "data(3, reduce=gossip)", cwd=tmp_path)
+    done = command("train", str(OWN), "--strategy", "data(3, reduce=line)", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / "runs").iterdir()
-    assert Record(folder).header["resolved"] == "data(3, reduce=gossip, state=replicated)"
+    assert Record(folder).header["resolved"] == "data(3, reduce=line, state=replicated)"
     for words, shown in (
-        (["draw"], "gossip, 3 ranks"),
+        (["draw"], "line, 3 ranks"),
         (["simulate", "--bytes", "1MB"], "by the clock"),
     ):
-        answer = CliRunner().invoke(app, [*words, "data(3, reduce=gossip)", "--job", str(OWN)])
+        answer = CliRunner().invoke(app, [*words, "data(3, reduce=line)", "--job", str(OWN)])
         assert answer.exit_code == 0, answer.output
         assert shown in answer.stdout
 
@@ -604,9 +604,9 @@ def test_a_skipped_chunk_is_refused_with_rank_and_slot(tmp_path: Path) -> None:
     whole, part = OWN.read_text(), "for part in range(size):"
     assert part in whole
     broken.write_text(whole.replace(part, "for part in range(1, size):", 1))
-    done = command("train", str(broken), "--strategy", "data(3, reduce=gossip)", cwd=tmp_path)
+    done = command("train", str(broken), "--strategy", "data(3, reduce=line)", cwd=tmp_path)
     assert done.returncode == 2
     assert (
-        "gossip is no all-reduce of 3 ranks: rank 0 ends without the contribution of rank 0 in "
+        "line is no all-reduce of 3 ranks: rank 0 ends without the contribution of rank 0 in "
         "slot 0" in done.stderr
     )

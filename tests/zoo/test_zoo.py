@@ -158,7 +158,7 @@ def refused(row: Row, strategy: str, expected: Refused, folder: Path) -> Line:
                 row,
                 strategy,
                 counts,
-                "trained as one worker; refused where the cut falls otherwise",
+                "same; refused where the cut falls otherwise",
             )
         return line(row, strategy, False, "trained without a word")
     assert "Traceback" not in said

@@ -251,7 +251,7 @@ def run_join(
     server_key: Annotated[
         Path,
         typer.Option(
-            metavar="FILE", help="The public key of the training: office.key of its folder."
+            metavar="FILE", help="The public key of the training: training.key of its folder."
         ),
     ],
     key: Annotated[
@@ -311,7 +311,7 @@ def run_compare(
     rounding_baseline: Annotated[
         bool,
         typer.Option(
-            "--rounding-baseline", help="Also train serial with every batch back to front."
+            "--rounding-baseline", help="Also train serial with every batch in reverse order."
         ),
     ] = False,
     until: UntilOption = None,

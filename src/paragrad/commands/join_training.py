@@ -88,7 +88,7 @@ def join_training(
                 f"{key.with_suffix(PUBLIC_SUFFIX)}, must be put into the folder that the training "
                 "got with --allow",
                 "another key": f"has another key than {server_key}, or is not a training; give the "
-                "office.key of the run that listens there",
+                "training.key of the run that listens there",
                 "silent": "does not answer; give the address as the training printed it",
             }[rejection]
         )

@@ -282,7 +282,7 @@ class QueueCoordinator(Loop[int]):
     def announce_join_address(self, address: Address) -> None:
         """Record and print how workers from other hosts join."""
         assert address.key is not None
-        key = self.folder / "office.key"
+        key = self.folder / "training.key"
         write_public_key(address.key, key)
         instructions = (
             f"others join by: paragrad join {address.endpoint} JOB --server-key {key} --key "

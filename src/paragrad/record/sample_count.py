@@ -1,4 +1,4 @@
-"""Counts whether each epoch used each sample once."""
+"""The sample count: how often each epoch used each sample."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def _describe_run(finished: Run, found: Mapping[str, Any]) -> dict[str, Any]:
         "bytes sent per rank and step": sent_bytes
         + (f" (*: {COMPUTED_NOTE})" if "*" in sent_bytes else ""),
         "memory of a rank (the most that any holds)": format_memory_kinds(found["memory"]) or None,
-        "audit": str(finished.sample_count),
+        "sample count": str(finished.sample_count),
         "first step": found["first_step"],
         "compared with one worker": _describe_compared_steps(found),
         "what happened": summarize_events(found["events"]),

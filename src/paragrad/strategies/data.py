@@ -30,7 +30,8 @@ class Data(Strategy):
     """Synchronous data parallelism: gradients of all shares of a batch summed (Goyal et al. 2017).
 
     Attributes:
-        workers: The number of workers; auto: the ranks of the launcher, or one per core.
+        workers: The number of workers; auto: the ranks of the launcher, or one for each GPU,
+            or one for each core.
 
         reduce: The all-reduce of the gradients.
 
@@ -221,9 +222,7 @@ class Data(Strategy):
             Refused: If the ranks cannot share memory and `state` needs it.
         """
         count = (
-            self.workers
-            if isinstance(self.workers, int)
-            else environment.ranks or environment.cores
+            self.workers if isinstance(self.workers, int) else environment.count_automatic_ranks()
         )
         state = self.state
         reduce = self.reduce

@@ -56,8 +56,10 @@ FOREIGN_NAMES = {
     **dict.fromkeys(("pp", "gpipe", "pipe"), "here it is pipeline(2)"),
     **dict.fromkeys(("diloco",), "here it is local(2, every=500, outer=nesterov)"),
     **dict.fromkeys(("easgd",), "here it is local(2, outer=elastic)"),
+    **dict.fromkeys(("local_sgd", "localsgd"), "here it is local(2, every=8), for 2 workers"),
     **dict.fromkeys(
-        ("local_sgd", "localsgd", "post_local_sgd"), "here it is local(2, every=8), for 2 workers"
+        ("post_local_sgd", "postlocalsgd"),
+        "here it is local(2, every=8, after=60), with 60 synchronous steps at the start",
     ),
     **dict.fromkeys(("parallel_sgd", "parallelsgd"), "here it is local(2, every=end)"),
     **dict.fromkeys(("fedavg",), "here it is federated(2, clients=100, fraction=0.1)"),

@@ -63,6 +63,8 @@ class Environment:
         user_loop: Whether the training loop is the user's own.
 
         threads: The threads of a single rank; None for the cores.
+
+        gpus: The GPUs of this host, if ranks train on GPUs; otherwise 0.
     """
 
     cores: int = 1
@@ -72,6 +74,14 @@ class Environment:
     backend: str = "gloo"
     user_loop: bool = False
     threads: int | None = None
+    gpus: int = 0
+
+    def count_automatic_ranks(self) -> int:
+        """Count the ranks that `auto` stands for.
+
+        They are those of the launcher, or one for each GPU, or one for each core.
+        """
+        return self.ranks or self.gpus or self.cores
 
 
 @dataclass(frozen=True)
@@ -295,7 +305,7 @@ class Strategy(Family, abstract=True):
             Refused: If it cannot run in this environment.
         """
         return (
-            replace(cast(Any, self), workers=environment.ranks or environment.cores)
+            replace(cast(Any, self), workers=environment.count_automatic_ranks())
             if self.workers == "auto"
             else self
         )

@@ -555,7 +555,7 @@ class Training:
         """
         layout = self.setup.layout
         if layout.is_partitioned:
-            with self.log.record_detail("told", "wait"):
+            with self.log.record_detail("wait for loss", "wait"):
                 rank_numbers = layout.share_numbers(
                     [sums.loss, sums.weight, *check_totals(self.exchange)]
                 )

@@ -332,6 +332,7 @@ def detect_environment(settings: Settings, has_own_loop: bool = False) -> Enviro
         choose_backend(settings, ranks or (1 if has_own_loop else 2)),
         has_own_loop,
         choose_rank_threads(1),
+        torch.cuda.device_count() if settings.device == "cuda" else 0,
     )
 
 

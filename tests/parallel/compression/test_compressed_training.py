@@ -545,7 +545,7 @@ def test_bytes_sent_are_the_formula(pool: Launcher) -> None:
         pool, vectors(dtype=torch.float32), "data(3, compress=top_k(0.01))", 2, sent_by
     )[0][1]
     assert found == {
-        "told": 2 * 8 * (4 + 4) * 2 // 3,
+        "totals": 2 * 8 * (4 + 4) * 2 // 3,
         "compressed": 2 * 22 * 8,
         "dense": 2 * 4 * (220 + 880 + 4) * 2 // 3,
     }

@@ -47,7 +47,7 @@ from paragrad.strategies.data import Data
 
 CODEC_MEMORY = "memory"  # name of codec memories in a checkpoint
 # kind of the bytes of weight, loss, stop requests and flags of used parameters
-TOTALS = "told"
+TOTALS = "totals"
 
 
 class CompressedExchange(VectorSumExchange):
@@ -162,7 +162,7 @@ class CompressedExchange(VectorSumExchange):
         """
         used_flags = [float(each.grad is not None) for each in self.trained.values()]
         device = next(iter(self.trained.values())).device if self.trained else None
-        with self.log.record_detail("told", "wait"):
+        with self.log.record_detail("wait for totals", "wait"):
             sums = self._start_counted_sum(
                 torch.tensor([*numbers, *used_flags], dtype=torch.float64, device=device), TOTALS
             )().tolist()

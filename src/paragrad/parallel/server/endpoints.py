@@ -126,7 +126,7 @@ class ServerEndpoints:
         return (
             self.known_addresses[0]
             if self.known_addresses
-            else Address(f"ipc://{Path(self.folder) / 'office'}")
+            else Address(f"ipc://{Path(self.folder) / 'queue'}")
         )
 
     @property
