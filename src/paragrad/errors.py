@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import sys
 import sysconfig
 import time
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -29,6 +31,20 @@ SPACE_REPAIRS = {
     errno.EDQUOT: "make room there, or have the quota raised",
     errno.EFBIG: "a process cannot write longer files here: raise the limit (ulimit -f unlimited)",
 }
+
+
+def warn_user(message: str) -> None:
+    """Warn at the line of the user's code that called paragrad.
+
+    Args:
+        message: The message.
+    """
+    level = 2
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(LIBRARY_PREFIXES):
+        frame = frame.f_back
+        level += 1
+    warnings.warn(message, stacklevel=level)
 
 
 class Refused(ValueError):

@@ -157,9 +157,12 @@ def test_batch_larger_than_the_dataset_is_noticed() -> None:
 
 
 def test_more_ranks_than_cores_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The notice pointed at a line of Python's own contextlib."""
     monkeypatch.setattr("paragrad.validation.validate.count_cores", lambda: 2)
-    with pytest.warns(UserWarning, match=r"data\(3\) starts 3 ranks on 2 core\(s\): they take"):
+    message = r"data\(3\) starts 3 ranks on 2 core\(s\): they take"
+    with pytest.warns(UserWarning, match=message) as noticed:
         validate_run(make_job("many", mlp, VECTORS), "data(3)")
+    assert [each.filename for each in noticed] == [__file__]
 
 
 # ---- what the optimizer holds ----------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 import json
 import re
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 import paragrad as pg
 from paragrad.commands.cli import app
 from paragrad.jobs.find_job import find_job
+from paragrad.report import python_progress
 from paragrad.report.progress import ProgressDisplay
 from paragrad.schedules.fault_injection import FAULTS
 
@@ -201,6 +203,45 @@ def test_progress_of_a_stepwise_comparison(tmp_path: Path) -> None:
         console.file.getvalue()
         == f"verify serial: step 20 of 20, difference {told[-1]['difference']:.1e}\n"
     )  # type: ignore
+
+
+def test_call_from_python_prints_a_line_from_time_to_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """compare was silent for minutes where it was called by a script."""
+    now = 0.0
+    monkeypatch.setattr(python_progress.time, "monotonic", lambda: now)
+    track_run = python_progress.make_progress()
+    for name in ("serial", "data(2)"):
+        report = track_run(name)
+        for step in range(1, 5):
+            now += 2.0
+            report({"step": step, "steps": 4, "loss": 0.5})
+    report({"step": 4, "steps": 4, "epoch": 0, "metric": "accuracy", "test": 98.0})
+    now += 6.0
+    report({"step": 4, "steps": 4, "epoch": 0, "metric": "accuracy", "test": 98.0})
+    assert capsys.readouterr() == (
+        "",
+        "serial: step 3 of 4, loss 0.5000\ndata(2): step 2 of 4, loss 0.5000\n"
+        "data(2): epoch 1, step 4 of 4: test accuracy 98\n",
+    )
+
+
+def test_comparison_names_a_baseline_other_than_serial(tmp_path: Path) -> None:
+    """The table said of pipeline(2) with batch norm that its difference was from serial."""
+    table = pg.compare(
+        JOBS["cnn with batch norm"], "serial; serial(micro=2); data(2, micro=2)", runs=tmp_path
+    )
+    assert [row.baseline for row in table.rows] == ["serial", "serial", "serial(micro=2)"]
+    note = (
+        "data(2, micro=2): compared with serial(micro=2), because batch norm takes its statistics "
+        "over micro-batches; that training may differ from serial's"
+    )
+    lines = str(table).splitlines()
+    assert note in lines
+    assert "reference" in lines[1]
+    assert "reference" in lines[2]
+    assert note in html.unescape((table.folder / "page.html").read_text())
 
 
 @pytest.mark.table

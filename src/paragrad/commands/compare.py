@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,7 @@ from paragrad.commands.stop_timer import StopTimer
 from paragrad.commands.train import check_against_serial, make_folder_name, train_on_ranks
 from paragrad.commands.trial import choose_by_trial
 from paragrad.engine.gradient_noise import explain_no_measurement
-from paragrad.errors import Interrupted, RankFailed, Refused
+from paragrad.errors import Interrupted, RankFailed, Refused, warn_user
 from paragrad.jobs.job import Job
 from paragrad.launch import Launcher
 from paragrad.loops.synchronous import Progress
@@ -23,7 +22,7 @@ from paragrad.record.record import Line, Record, Recorder, create_run_folder, re
 from paragrad.report.comparison_page import write_page
 from paragrad.report.comparison_table import Table
 from paragrad.report.equivalence.lockstep import measure_distances
-from paragrad.report.notebook import make_notebook_progress
+from paragrad.report.python_progress import make_progress
 from paragrad.report.results import ROUNDING_BASELINE, list_row_names
 from paragrad.runtime.launcher_env import count_cores
 from paragrad.runtime.rendezvous import get_launched_size
@@ -123,7 +122,8 @@ def compare(
 
         command: the command line that repeats the comparison.
 
-        progress: progress(strategy) returns the function that receives this run's progress.
+        progress: progress(strategy) returns the function that receives this run's progress;
+            None: as in `train`.
 
     Returns:
         The table.
@@ -196,9 +196,7 @@ def compare(
         Recorder(folder / "compare.jsonl", exclusive=True) as record,
         Launcher(max(each.size for each in rows)) as launcher,
     ):
-        comparison = ComparisonRun(
-            launcher, folder, record, progress or make_notebook_progress() or (lambda name: None)
-        )
+        comparison = ComparisonRun(launcher, folder, record, progress or make_progress())
         if resume is None:
             record.write_line("comparison", **header)
         status, why = comparison.train_all_rows(list(zip(rows, names, strict=True)), baselines)
@@ -253,10 +251,9 @@ def validate_rows(
         for each, one_settings in zip(requested, row_settings, strict=True)
         if settings.noise_scale and not one_settings.noise_scale
     ]:
-        warnings.warn(
+        warn_user(
             f"the noise scale is not measured under {', '.join(unmeasured)}: no rank there has the "
-            "gradient of parts and of the whole batch",
-            stacklevel=3,
+            "gradient of parts and of the whole batch"
         )
     rows = [
         validate_run(job, each, one_settings, inspection)
@@ -337,7 +334,7 @@ def warn_on_write_error(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        warnings.warn(f"{path} could not be written: {error.strerror or error}", stacklevel=3)
+        warn_user(f"{path} could not be written: {error.strerror or error}")
 
 
 def label_row(row: ValidatedRun) -> str:

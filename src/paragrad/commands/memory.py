@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,9 +58,11 @@ def _draw_strategy_memory(
     )
     counted_bytes: list[dict[str, int]] = []
     if forecast.strategy.size <= MAX_COUNTED_RANKS:
-        validated_run = validate_run(
-            job, forecast.strategy, Settings(data=data), validated_run.inspection
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they were given above
+            validated_run = validate_run(
+                job, forecast.strategy, Settings(data=data), validated_run.inspection
+            )
         with Launcher(validated_run.size) as launcher:
             counted_bytes = measure_step_memory(launcher, validated_run)
     lifetimes = [

@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -19,7 +18,7 @@ import torch
 from paragrad.commands.fit_batch import fit_job_batch
 from paragrad.commands.stop_timer import StopOverdue, StopTimer
 from paragrad.commands.trial import choose_by_trial
-from paragrad.errors import Interrupted, RankFailed, Refused, StepFailed
+from paragrad.errors import Interrupted, RankFailed, Refused, StepFailed, warn_user
 from paragrad.jobs.callback import Callback
 from paragrad.jobs.job import Job, accuracy
 from paragrad.launch import Launcher
@@ -32,7 +31,7 @@ from paragrad.record import chrome_trace
 from paragrad.record.clock_origin import find_common_origin
 from paragrad.record.record import RECORD_SCHEMA, Record, Recorder, create_run_folder
 from paragrad.report.equivalence.lockstep import compare_with_serial
-from paragrad.report.notebook import make_notebook_progress
+from paragrad.report.python_progress import make_progress
 from paragrad.report.run import Run
 from paragrad.runtime import allocator
 from paragrad.runtime.launcher_env import count_cores, read_load_average
@@ -123,7 +122,8 @@ def train(
 
         verify: afterwards compare 20 steps with serial in float64 (`run.difference`).
 
-        progress: receives the progress of the run.
+        progress: receives the progress of the run; None: a bar in a notebook, elsewhere a line on
+            stderr every five seconds.
 
         **settings: the attributes of `paragrad.trainer.settings.Settings` as keywords, such as
             data, device, save, keep, resume, until, check, timeout and trace.
@@ -178,14 +178,13 @@ def train(
         validated_run.resolved.has_open_all_reduce()
         or find_step_schedule(validated_run.resolved, validated_run.size)
     ):
-        warnings.warn(
+        warn_user(
             f"the machine file {validated_run.settings.machine} is not used: "
             f"{validated_run.resolved} has no all-reduce to pick; leave out --machine, or give "
-            "data(n, state=replicated) over gloo",
-            stacklevel=2,
+            "data(n, state=replicated) over gloo"
         )
-    if progress is None and (bar := make_notebook_progress()):
-        progress = bar(str(validated_run.requested))
+    if progress is None:
+        progress = make_progress()(str(validated_run.requested))
     if get_launched_size() is not None:
         return _train_under_launcher(validated_run, Path(runs), verify, progress)
     folder = create_run_folder(
@@ -345,7 +344,7 @@ def check_against_serial(
     )[0]
     record.write_line(
         "difference",
-        baseline="serial",
+        baseline=difference.reference,
         run=run_id,
         value=difference.value,
         tensor=difference.tensor,
@@ -418,7 +417,7 @@ def _train_under_launcher(
                     ) from error
                 record.write_line(
                     "difference",
-                    baseline="serial",
+                    baseline=difference.reference,
                     run=folder.name,
                     value=difference.value,
                     tensor=difference.tensor,

@@ -18,7 +18,7 @@ from paragrad.loops.synchronous import Progress
 from paragrad.record.record import create_run_folder
 from paragrad.report.certificate import Certificate, Difference
 from paragrad.report.equivalence.lockstep import COMPARED_STEPS, compare_with_serial
-from paragrad.report.notebook import make_notebook_progress
+from paragrad.report.python_progress import make_progress
 from paragrad.runtime.rendezvous import get_launched_size
 from paragrad.strategies.strategy import Strategy
 from paragrad.trainer.checks.diagnosis import BY_DESIGN, diagnose_difference
@@ -69,7 +69,7 @@ def verify(
 
         inject_fault: as in `Settings`.
 
-        progress: receives {"step", "steps", "difference"} after every step.
+        progress: receives {"step", "steps", "difference"} after every step; None: as in `train`.
 
     Returns:
         The certificate.
@@ -102,8 +102,8 @@ def verify(
             skip_schedule_check=True,
         ),
     )
-    if progress is None and (bar := make_notebook_progress()):
-        progress = bar(f"verify {validated_run.requested}")
+    if progress is None:
+        progress = make_progress()(f"verify {validated_run.requested}")
     difference, failure = (
         _compare_run(validated_run, progress)
         if validated_run.rounds is None

@@ -6,14 +6,13 @@ Also the file that `paragrad measure` writes.
 from __future__ import annotations
 
 import json
-import warnings
 from bisect import bisect_right
 from dataclasses import asdict, dataclass, replace
 from math import inf
 from pathlib import Path
 from typing import Any
 
-from paragrad.errors import Refused
+from paragrad.errors import Refused, warn_user
 
 MACHINE_SCHEMA = 2
 
@@ -243,7 +242,7 @@ def load_machine(path: Path | None, cores: int) -> Machine:
         return ASSUMED_MACHINE
     machine, warning = read_machine_file(path, cores)
     if warning:
-        warnings.warn(warning, stacklevel=2)
+        warn_user(warning)
     return machine
 
 

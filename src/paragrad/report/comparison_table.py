@@ -12,6 +12,7 @@ from rich.table import Table as Drawn
 
 from paragrad.record.record import Line
 from paragrad.report.results import ComparisonResults, ComparisonRow
+from paragrad.report.run import format_test_value
 from paragrad.report.timing import MIN_BLOCKS, SpeedUp, StepTime
 
 # seconds: in a shorter serial step, an exchange costs more than a second worker saves
@@ -191,6 +192,26 @@ def format_table(table: ComparisonResults) -> str:
     return "\n".join([*lines, *_list_failures(table), *_list_footer_lines(table)])
 
 
+def list_other_baselines(table: ComparisonResults) -> list[str]:
+    """List the strategies that were compared with another training than serial, with the reason.
+
+    Args:
+        table: The comparison.
+
+    Returns:
+        A line for each such training.
+    """
+    strategies: dict[str, list[str]] = {}
+    for row in table.rows:
+        if row.difference is not None and row.baseline != "serial":
+            strategies.setdefault(row.baseline, []).append(row.strategy)
+    return [
+        f"{'; '.join(names)}: compared with {baseline}, because batch norm takes its statistics "
+        "over micro-batches; that training may differ from serial's"
+        for baseline, names in strategies.items()
+    ]
+
+
 def _list_footer_lines(table: ComparisonResults) -> list[str]:
     return [*list_notes(table), f"record: {table.folder}", f"page: {table.folder / 'page.html'}"]
 
@@ -224,8 +245,9 @@ def format_cells(table: ComparisonResults, row: ComparisonRow) -> list[str]:
             f"failed: {row.failure}" if row.resolved else "not run",
             *[""] * (len(list_columns(table)) - 2),
         ]
+    is_reference = row.reference or row.strategy in {each.baseline for each in table.rows}
     difference = (
-        "reference" if row.reference else "-" if row.difference is None else f"{row.difference:.1e}"
+        "reference" if is_reference else "-" if row.difference is None else f"{row.difference:.1e}"
     )
     return [
         row.strategy,
@@ -243,9 +265,7 @@ def format_cells(table: ComparisonResults, row: ComparisonRow) -> list[str]:
 
 
 def _format_test(row: ComparisonRow) -> str:
-    if row.test is None:
-        return "-"
-    return f"{row.test:.2f}" + (f" ± {row.spread:.2f}" if row.spread is not None else "")
+    return "-" if row.test is None else format_test_value(row.test, row.spread)
 
 
 def _format_goal(table: ComparisonResults, row: ComparisonRow) -> list[str]:
@@ -421,6 +441,7 @@ def list_notes(table: ComparisonResults) -> list[str]:
         )
     if any(number["computed"] for row in table.rows for number in row.sent.values()):
         lines.append(f"*: {COMPUTED_NOTE}; numbers without * are counted")
+    lines += list_other_baselines(table)
     inexact = [row.strategy for row in table.rows if not row.exact]
     if inexact:
         lines.append(

@@ -7,7 +7,12 @@ from typing import Any
 
 from paragrad.jobs.find_job import JOBS
 from paragrad.record.record import ENDED_EARLY, Line, Record
-from paragrad.report.comparison_table import format_cells, format_memory_kinds, list_columns
+from paragrad.report.comparison_table import (
+    format_cells,
+    format_memory_kinds,
+    list_columns,
+    list_other_baselines,
+)
 from paragrad.report.results import ROUNDING_BASELINE, ComparisonResults, ComparisonRow
 from paragrad.version import __version__
 
@@ -112,7 +117,8 @@ def define_columns(table: ComparisonResults) -> list[tuple[str, str]]:
         "memory": "bytes of parameters, gradients, optimizer state, activations (counted) and "
         "exchange, of the rank that holds most",
         "difference": "from serial, in float64 over 20 steps: the largest difference of any tensor "
-        "(gradients, parameters, buffers), relative to the largest value in that tensor",
+        "(gradients, parameters, buffers), relative to the largest value in that tensor"
+        + "".join(f"; {each}" for each in list_other_baselines(table)),
         "where largest": "the tensor with that difference",
         "parameters": "the first digits of a digest of the trained parameters; equal digests "
         "mean equal bits",

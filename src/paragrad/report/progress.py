@@ -16,9 +16,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from paragrad.report.notebook import format_step_value
-
-LINE_INTERVAL = 5.0  # seconds between plain lines
+from paragrad.report.python_progress import LINE_INTERVAL, format_state, format_step_value
 
 
 class ProgressDisplay:
@@ -54,7 +52,8 @@ class ProgressDisplay:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.bars.stop()
+        if self.console.is_terminal:  # elsewhere rich would print an empty line
+            self.bars.stop()
 
     def track_run(self, name: str, what: str = "step") -> Any:
         """Start to show a run.
@@ -99,8 +98,7 @@ class ProgressDisplay:
         """Print a line for an epoch that was tested."""
         if "test" in state:
             self.console.print(
-                f"{name}: epoch {state['epoch'] + 1}, step {state['step']} of {state['steps']}: "
-                f"test {state['metric']} {state['test']:.4g}",
+                format_state(name, state),
                 highlight=False,
                 soft_wrap=True,
                 markup=False,
@@ -117,15 +115,7 @@ class ProgressDisplay:
             if state["step"] == state["steps"] or time.monotonic() - last > LINE_INTERVAL:
                 last = time.monotonic()
                 self.console.print(
-                    ", ".join(
-                        filter(
-                            None,
-                            (
-                                f"{name}: {what} {state['step']} of {state['steps']}",
-                                format_step_value(state),
-                            ),
-                        )
-                    ),
+                    format_state(name, state, what),
                     highlight=False,
                     soft_wrap=True,
                     markup=False,

@@ -65,6 +65,9 @@ class ComparisonRow:
 
         tensor: The tensor with the largest difference.
 
+        baseline: The training with which it is compared: serial, or serial(micro=m) if batch norm
+            takes its statistics over micro-batches.
+
         digests: Digests of the final parameters, by seed.
 
         reached: Where the goal was reached, by seed.
@@ -91,6 +94,7 @@ class ComparisonRow:
     fullest: dict[str, int] = field(default_factory=dict)
     difference: float | None = None
     tensor: str | None = None
+    baseline: str = "serial"
     digests: tuple[str, ...] = ()
     reached: tuple[GoalReached | None, ...] = ()
     runs: tuple[str, ...] = ()
@@ -348,6 +352,7 @@ def _build_row(results: ComparisonResults, strategy: str, names: list[str]) -> C
         fullest=records[0].fullest,
         difference=difference.get("value"),
         tensor=difference.get("tensor"),
+        baseline=difference.get("baseline", "serial"),
         digests=tuple(map(_hash_parameters, records)),
         failure=failure.get("message"),
         reached=tuple(_find_goal_reached(results, record, step_time) for record in records)

@@ -27,6 +27,20 @@ from paragrad.trainer.checkpoint.checkpoint_files import (
 from paragrad.trainer.checkpoint.tensor_files import load_weights
 
 
+def format_test_value(value: float, spread: float | None = None) -> str:
+    """Format the value of a test: two decimals from 10 on, as of per cent; otherwise four.
+
+    Args:
+        value: The value, or its mean over seeds.
+        spread: The standard deviation over seeds, or None.
+
+    Returns:
+        The text.
+    """
+    decimals = 2 if abs(value) >= 10 else 4
+    return f"{value:.{decimals}f}" + ("" if spread is None else f" ± {spread:.{decimals}f}")
+
+
 class Run(Record):
     """A finished training: its record, and the trained model.
 
@@ -53,7 +67,7 @@ class Run(Record):
         if losses := self.losses:
             facts.append(f"{len(losses)} steps, last loss {losses[-1]:.4f}")
         if self.test is not None:
-            facts.append(f"test {self.job.metric_name} {self.test:.2f}")
+            facts.append(f"test {self.job.metric_name} {format_test_value(self.test)}")
         if self.seconds_per_step is not None:
             facts.append(f"{1e3 * self.seconds_per_step:.2f} ms per step")
         if self.stopped:

@@ -23,7 +23,7 @@ from paragrad.report.comparison_table import (
     print_table,
 )
 from paragrad.report.printing import print_facts, print_rows
-from paragrad.report.run import Run
+from paragrad.report.run import Run, format_test_value
 from paragrad.report.timing import measure_step_time
 from paragrad.strategies.compressors import Compressor
 from paragrad.strategies.registry import Strategy, collect_all_reduces
@@ -76,9 +76,9 @@ def _describe_run(finished: Run, found: Mapping[str, Any]) -> dict[str, Any]:
         or None,
         f"test {found['metric']}": None
         if found["test"] is None
-        else f"{found['test']:.2f} {unit}".strip(),
+        else f"{format_test_value(found['test'])} {unit}".strip(),
         "best test": finished.best
-        and f"{finished.best.value:.2f} {unit}".strip()
+        and f"{format_test_value(finished.best.value)} {unit}".strip()
         + f" after epoch {finished.best.epoch + 1}: {finished.best.folder}",
         "loss of the last step (mean over its samples)": None
         if found["loss"] is None

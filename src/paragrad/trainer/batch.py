@@ -255,8 +255,8 @@ class BatchFeed:
         batch, self.pending_batch = self.pending_batch, None
         if batch is None:
             raise StepFailed(
-                "step needs what trainer.batches(...) gave last, once; loop over trainer.batches "
-                "and call step in it"
+                "step got a batch that is not from trainer.batches, or the same batch again; loop "
+                "over trainer.batches(...), and call step once for each batch"
             )
         if len(self.untaken_tensors) and any(
             tensor in self.untaken_tensors for tensor in list_batch_tensors([inputs, target])

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import warnings
 from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -19,7 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from paragrad.engine.exchange import ExchangeOptions
-from paragrad.errors import Refused
+from paragrad.errors import Refused, warn_user
 from paragrad.executors.machine import Machine, load_machine, read_machine_file
 from paragrad.jobs.job import Job
 from paragrad.notation.choices import describe_unknown_name
@@ -279,9 +278,7 @@ class Settings:
             )
         if self.folder is not None and not os.path.isdir(self.folder):
             # only a warning: a job may create the folder
-            warnings.warn(
-                f"there is no data folder {self.folder} (--data, PARAGRAD_DATA)", stacklevel=2
-            )
+            warn_user(f"there is no data folder {self.folder} (--data, PARAGRAD_DATA)")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise Refused(
                 "device cuda: torch sees no CUDA device here; leave out --device, or run where a "

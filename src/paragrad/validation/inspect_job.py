@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,8 +35,8 @@ from paragrad.engine.loss_additivity import (
 from paragrad.engine.probe import Probe, probe_model
 from paragrad.engine.rng.draws import Draws
 from paragrad.engine.state.preserve_state import list_replaced_parameters, preserve_module_state
-from paragrad.errors import Refused, StepFailed, describe_error
-from paragrad.jobs.callback import Callback
+from paragrad.errors import Refused, StepFailed, describe_error, warn_user
+from paragrad.jobs.callback import Callback, EarlyStopping
 from paragrad.jobs.job import CPU, DTYPES, Job, open_dataset
 from paragrad.jobs.loss import LossModule, call_model, describe_bad_loss
 from paragrad.jobs.precision import convert_model
@@ -144,10 +143,9 @@ def inspect_job(job: Job, data: Path | None = None) -> JobInspection:
         )
     order = job.make_order(train)
     if job.batch > order.samples:
-        warnings.warn(
+        warn_user(
             f"job {job.name}: the batch of {job.batch} is larger than the {order.samples} samples "
-            "of train, so each step takes all of them",
-            stacklevel=2,
+            "of train, so each step takes all of them"
         )
     job, rate_scaling = adapt_scheduler(job, order.samples)
     model = _call_job_function(job, "model", job.build_model)
@@ -240,9 +238,14 @@ def _check_job_fields(job: Job) -> None:
         )
     for name in ("model", "loss", "optimizer"):
         if not callable(getattr(job, name)):
+            example = (
+                "lambda parameters: torch.optim.SGD(parameters, lr=0.1)"
+                if name == "optimizer"
+                else "lambda: ..."
+            )
             raise Refused(
                 f"job {job.name}: {name} must be a function, because every rank builds its own; "
-                f"write {name}=lambda ...: ..."
+                f"write {name}={example}"
             )
     if isinstance(job.loss, type):
         raise Refused(
@@ -252,7 +255,8 @@ def _check_job_fields(job: Job) -> None:
     if isinstance(job.model, nn.Module):
         raise Refused(
             f"job {job.name}: model must be a function that builds the model, because every rank "
-            "builds its own; write model=lambda: Net()"
+            f"builds its own; write model={type(job.model).__name__}, or model=lambda: "
+            f"{type(job.model).__name__}(...)"
         )
     for name in ("scheduler", "metric", "collate"):
         if getattr(job, name) is not None and not callable(getattr(job, name)):
@@ -268,6 +272,10 @@ def _check_job_fields(job: Job) -> None:
         raise Refused(
             f"job {job.name}: callbacks must be a list of paragrad.Callback objects, got "
             f"{job.callbacks!r}"
+        )
+    if job.test is None and any(isinstance(each, EarlyStopping) for each in job.callbacks):
+        raise Refused(
+            f"job {job.name}: EarlyStopping compares tests, and the job has none; give test="
         )
     if job.clip_norm is not None and not (
         isinstance(job.clip_norm, int | float) and job.clip_norm > 0
@@ -327,12 +335,11 @@ def _check_job_optimizer(job: Job, model: nn.Module) -> tuple[torch.optim.Optimi
         if parameter.requires_grad and parameter not in optimized
     ]
     if omitted:
-        warnings.warn(
+        warn_user(
             f"job {job.name}: the optimizer leaves out {len(omitted)} trainable parameter(s), "
             f"which "
             f"stay as they are: "
-            f"{', '.join(omitted[:3])}{', ...' if len(omitted) > 3 else ''}",
-            stacklevel=2,
+            f"{', '.join(omitted[:3])}{', ...' if len(omitted) > 3 else ''}"
         )
     return optimizer, scheduler
 
@@ -455,7 +462,11 @@ def _check_test_batch(job: Job, model: nn.Module, test: Dataset) -> None:
         _, _ = map(float, result if isinstance(result, tuple | list) else [])
     except (TypeError, ValueError, RuntimeError):
         kinds = ", ".join(
-            f"tensor of shape {tuple(each.shape)}"
+            (
+                "a tensor with one number"
+                if each.ndim == 0
+                else f"tensor of shape {tuple(each.shape)}"
+            )
             if isinstance(each, Tensor)
             else type(each).__name__
             for each in (result if isinstance(result, tuple | list) else [result])

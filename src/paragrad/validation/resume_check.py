@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import warnings
 import zlib
 from pathlib import Path
 from typing import Any
 
 from paragrad.datasets.clients import ClientRounds
 from paragrad.datasets.sample_order import SampleOrder
-from paragrad.errors import Refused
+from paragrad.errors import Refused, warn_user
 from paragrad.jobs.job import Job
 from paragrad.runtime.rendezvous import get_launched_size
 from paragrad.trainer.checkpoint import checkpoint
@@ -96,10 +95,9 @@ def find_checkpoint(
         )
     if done == wanted:
         scope = f" of {job.epochs} epoch(s)" if unit == "steps" else ""
-        warnings.warn(
+        warn_user(
             f"{saved.folder}: all {done} {unit}{scope} are finished; nothing is left to train "
-            f"(to continue, give {repair})",
-            stacklevel=2,
+            f"(to continue, give {repair})"
         )
     # Ranks of another launcher already have their own models, which take memory.
     if get_launched_size() is None:

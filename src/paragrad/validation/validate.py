@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
@@ -21,7 +20,7 @@ from paragrad.engine.layout import build_empty_model
 from paragrad.engine.loss_scale import explain_no_loss_scale
 from paragrad.engine.optimizer.update_probe import find_update_granularity
 from paragrad.engine.state.preserve_state import preserve_all_state
-from paragrad.errors import Refused, StepFailed
+from paragrad.errors import Refused, StepFailed, warn_user
 from paragrad.executors.proof import GOALS, check_schedule
 from paragrad.jobs.job import CPU, Job, open_dataset
 from paragrad.jobs.loss import LossModule
@@ -277,7 +276,7 @@ def validate_run(
     refuse_wrapped_tensors(validated.rounds, job, requested)
     with convert_strategy_errors(requested):
         for notice in resolved.list_warnings(inspected, requested):
-            warnings.warn(notice, stacklevel=2)
+            warn_user(notice)
     if not settings.resume:
         return validated
     return replace(
@@ -291,10 +290,9 @@ def validate_run(
 def _warn_of_many_ranks(requested: Strategy, resolved: Strategy, environment: Environment) -> None:
     """Warn if ranks that paragrad starts on this host have to share cores."""
     if environment.ranks is None and resolved.size > environment.cores:
-        warnings.warn(
+        warn_user(
             f"{requested} starts {resolved.size} ranks on {environment.cores} core(s): they take "
-            "turns, so a step takes longer than with a core for each",
-            stacklevel=3,
+            "turns, so a step takes longer than with a core for each"
         )
 
 
@@ -309,10 +307,9 @@ def _warn_of_micro_batches(
         and resolved.size > 1
         and resolved.batch_norm == "whole"
     ):
-        warnings.warn(
+        warn_user(
             f"{requested}: batch norm takes its statistics over each of the {micro} micro-batches, "
-            f"so this is the training of serial(micro={micro}), which may differ from serial's",
-            stacklevel=3,
+            f"so this is the training of serial(micro={micro}), which may differ from serial's"
         )
 
 

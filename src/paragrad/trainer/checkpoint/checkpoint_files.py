@@ -7,13 +7,12 @@ import json
 import os
 import re
 import shutil
-import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from paragrad.errors import Refused, add_file_name
+from paragrad.errors import Refused, add_file_name, warn_user
 from paragrad.record.record import read_lines
 from paragrad.runtime.world import World
 from paragrad.trainer.checkpoint.json_values import decode_json_value
@@ -199,7 +198,7 @@ def find_newest_checkpoint(parent: Path) -> SavedCheckpoint:
         if wrong is None:
             return _make_saved_checkpoint(folder, "; ".join(damaged) or "the newest")
         damaged.append(f"{folder.name} is damaged ({wrong})")
-        warnings.warn(f"{folder} is damaged ({wrong}); taking the one before it", stacklevel=2)
+        warn_user(f"{folder} is damaged ({wrong}); taking the one before it")
     if damaged:
         raise Refused(f"{parent}: no checkpoint is whole: {'; '.join(damaged)}")
     raise Refused(

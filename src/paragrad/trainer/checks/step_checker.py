@@ -12,7 +12,6 @@ import contextlib
 import copy
 import functools
 import math
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -29,7 +28,7 @@ from paragrad.engine.state.preserve_state import (
     find_all_owners,
     preserve_all_state,
 )
-from paragrad.errors import StepFailed
+from paragrad.errors import StepFailed, warn_user
 from paragrad.jobs.loss import LossModule, convert_loss
 from paragrad.jobs.precision import convert_model
 from paragrad.parallel.registry import has_model_shards
@@ -243,7 +242,7 @@ class StepChecker:
             training.log.write_choice(what, "not checked", reason)
             if training.log.recorder is None:  # the user's own loop has no record
                 what = "a later step" if training.state.own_steps else "the first step"
-                warnings.warn(f"{what} is not compared with one worker's: {reason}", stacklevel=2)
+                warn_user(f"{what} is not compared with one worker's: {reason}")
             return
         with self.schedule.measure_part():
             self._adopt_check(check, whole, checked, description)
@@ -652,7 +651,7 @@ def _describe_equal_step(step_check: StepCheck, description: str) -> str:
         if each is not None and not each.count_nonzero()
     ]
     text += " one worker's" + (
-        f", and so is the loss of {len(step_check.test_part.positions)} samples in a test"
+        f", and so is the loss of {len(step_check.test_part.positions)} sample(s) in a test"
         if step_check.test_part
         else ""
     )
