@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 LIBRARY_FOLDERS = (
@@ -33,18 +34,34 @@ SPACE_REPAIRS = {
 }
 
 
+def is_user_frame(frame: FrameType) -> bool:
+    """Return whether a frame runs the user's code, also in a shell or a notebook.
+
+    Args:
+        frame: The frame.
+    """
+    return not (file := frame.f_code.co_filename).startswith(LIBRARY_PREFIXES) or (
+        file.startswith("<") and frame.f_globals.get("__name__") == "__main__"
+    )
+
+
 def warn_user(message: str) -> None:
     """Warn at the line of the user's code that called paragrad.
 
     Args:
         message: The message.
     """
-    level = 2
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(LIBRARY_PREFIXES):
+    while frame.f_back is not None and not is_user_frame(frame):
         frame = frame.f_back
-        level += 1
-    warnings.warn(message, stacklevel=level)
+    warnings.warn_explicit(
+        message,
+        UserWarning,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        frame.f_globals.get("__name__"),
+        frame.f_globals.setdefault("__warningregistry__", {}),
+    )
 
 
 class Refused(ValueError):

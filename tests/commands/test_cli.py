@@ -522,7 +522,9 @@ def test_draw_as_svg(algorithm: str, tmp_path: Path) -> None:
     assert file.read_text() == text
     # a variable that no style defines is black: the whole drawing was
     assert (used := set(re.findall(r"var\((--\w+)\)", text)))
-    for theme in re.findall(r"svg \{ (.+?) \}", text):
+    themes = re.findall(r"svg \{ (.+?) \}", text)
+    assert len(themes) == 2
+    for theme in themes:
         assert used == set(re.findall(r"(--\w+): #", theme))
 
 

@@ -6,6 +6,7 @@ import html
 import io
 import json
 import re
+import types
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 import paragrad as pg
 from paragrad.commands.cli import app
 from paragrad.jobs.find_job import find_job
+from paragrad.record.record import read_lines
 from paragrad.report import python_progress
 from paragrad.report.progress import ProgressDisplay
 from paragrad.schedules.fault_injection import FAULTS
@@ -210,7 +212,8 @@ def test_call_from_python_prints_a_line_from_time_to_time(
 ) -> None:
     """compare was silent for minutes where it was called by a script."""
     now = 0.0
-    monkeypatch.setattr(python_progress.time, "monotonic", lambda: now)
+    clock = types.SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr(python_progress, "time", clock)
     track_run = python_progress.make_progress()
     for name in ("serial", "data(2)"):
         report = track_run(name)
@@ -227,12 +230,39 @@ def test_call_from_python_prints_a_line_from_time_to_time(
     )
 
 
+def test_train_and_verify_print_progress_to_stderr(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(python_progress, "LINE_INTERVAL", -1.0)
+    job = pg.job("digits").replace(epochs=1)
+    pg.train(job, "data(2, reduce=ring)", runs=tmp_path)
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    assert "data(2, reduce=ring): step 23 of 23, loss 0." in printed.err
+    pg.verify(job, "serial", runs=tmp_path)
+    assert "verify serial: step 20 of 20, difference " in capfd.readouterr().err
+    pg.train(job, "serial", runs=tmp_path, progress=lambda state: None)
+    assert capfd.readouterr() == ("", "")
+
+
 def test_comparison_names_a_baseline_other_than_serial(tmp_path: Path) -> None:
     """The table said of pipeline(2) with batch norm that its difference was from serial."""
+    names: list[str] = []
     table = pg.compare(
-        JOBS["cnn with batch norm"], "serial; serial(micro=2); data(2, micro=2)", runs=tmp_path
+        JOBS["cnn with batch norm"],
+        "serial; serial(micro=2); data(2, micro=2)",
+        runs=tmp_path,
+        progress=names.append,
     )
-    assert [row.baseline for row in table.rows] == ["serial", "serial", "serial(micro=2)"]
+    assert [row.baseline for row in table.rows] == [None, None, "serial(micro=2)"]
+    assert {"data(2, micro=2), check", "data(2, micro=2), distance from serial(micro=2)"} <= set(
+        names
+    )
+    assert {
+        line["baseline"]
+        for line in read_lines(table.folder / "compare.jsonl")
+        if "baseline" in line
+    } == {"serial(micro=2)"}
     note = (
         "data(2, micro=2): compared with serial(micro=2), because batch norm takes its statistics "
         "over micro-batches; that training may differ from serial's"
@@ -241,7 +271,9 @@ def test_comparison_names_a_baseline_other_than_serial(tmp_path: Path) -> None:
     assert note in lines
     assert "reference" in lines[1]
     assert "reference" in lines[2]
-    assert note in html.unescape((table.folder / "page.html").read_text())
+    page = html.unescape((table.folder / "page.html").read_text())
+    assert note in page
+    assert "Largest difference from serial(micro=2) over 20 steps" in page
 
 
 @pytest.mark.table

@@ -30,7 +30,7 @@ def test_example_in_docstring(
     example: doctest.DocTest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    runner = doctest.DocTestRunner(optionflags=doctest.IGNORE_EXCEPTION_DETAIL)
+    runner = doctest.DocTestRunner()
     output: list[str] = []
     result = runner.run(example, out=output.append)
     assert result.failed == 0, "".join(output)

@@ -249,8 +249,8 @@ def test_simulation_equals_the_formula() -> None:
         (
             "data(4096, reduce=ring)",
             {"spans": True},
-            "more than 100,000 messages, too many to be kept as a timeline one by one; take fewer "
-            "ranks: 128 is allowed",
+            "more than 100,000 messages, too many to be kept as a timeline one by one; take at "
+            "most 128 ranks",
         ),
     ],
 )

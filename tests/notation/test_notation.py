@@ -253,6 +253,7 @@ def test_auto_is_resolved() -> None:
     assert resolve_strategy(Data("auto"), Environment(8, gpus=2)).workers == 2
     assert resolve_strategy(Data("auto"), Environment(8, ranks=3, gpus=2)).workers == 3
     assert resolve_strategy(strategy("local(auto)"), Environment(8, gpus=2)).workers == 2
+    assert resolve_strategy(strategy("data(auto) * tensor(2)"), Environment(16, gpus=4)).size == 4
     assert resolve_strategy(Data(2, reduce=RingAsync()), Environment(8)) == Data(
         2, reduce=RingAsync(2), state="replicated"
     )

@@ -323,7 +323,7 @@ def test_page_has_rank_rows_and_the_prediction(tmp_path: Path) -> None:
     text = unescape((table.folder / "page.html").read_text(encoding="utf-8"))
     section = text.split('<section id="step"')[1].split("</section>")[0]
     data, pipeline = section.split("<figure ")[1:]
-    assert "There is no prediction, because" in data
+    assert "There is no prediction: the clock" in data
     assert "predicted: " not in data
     assert pipeline.index("predicted: ") < pipeline.index("measured: ")
     assert "Measured: " in pipeline

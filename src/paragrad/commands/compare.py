@@ -518,8 +518,12 @@ class ComparisonRun:
         ):
             return
         try:
+            baseline = "serial"
             if not row.settings.reverse:
-                check_against_serial(self.launcher, row, name, self.record)
+                baseline = check_against_serial(
+                    self.launcher, row, name, self.record, self.progress(f"{row.requested}, check")
+                )
+            report_distance = self.progress(f"{row.requested}, distance from {baseline}")
             values = row.run_on_ranks(
                 self.launcher,
                 measure_distances,
@@ -527,8 +531,9 @@ class ComparisonRun:
                 row.resolved,
                 row.settings,
                 DISTANCE_STEPS,
+                on_report=lambda rank, state: report_distance and report_distance(state),
             )[0]
-            self.record.write_line("distance", baseline="serial", run=name, values=values)
+            self.record.write_line("distance", baseline=baseline, run=name, values=values)
         except RankFailed as error:
             self.record.write_line(
                 "event", name="difference failed", numbers={}, run=name, message=str(error)

@@ -59,7 +59,7 @@ def _draw_strategy_memory(
     counted_bytes: list[dict[str, int]] = []
     if forecast.strategy.size <= MAX_COUNTED_RANKS:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # they were given above
+            warnings.simplefilter("ignore", UserWarning)  # they were given above
             validated_run = validate_run(
                 job, forecast.strategy, Settings(data=data), validated_run.inspection
             )

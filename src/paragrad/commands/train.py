@@ -30,6 +30,7 @@ from paragrad.planner.step_timeline import find_step_schedule
 from paragrad.record import chrome_trace
 from paragrad.record.clock_origin import find_common_origin
 from paragrad.record.record import RECORD_SCHEMA, Record, Recorder, create_run_folder
+from paragrad.report.certificate import Difference
 from paragrad.report.equivalence.lockstep import compare_with_serial
 from paragrad.report.python_progress import make_progress
 from paragrad.report.run import Run
@@ -325,8 +326,12 @@ def select_rank_function(validated_run: ValidatedRun) -> Callable[..., str]:
 
 
 def check_against_serial(
-    launcher: Launcher, validated_run: ValidatedRun, run_id: str, record: Recorder
-) -> None:
+    launcher: Launcher,
+    validated_run: ValidatedRun,
+    run_id: str,
+    record: Recorder,
+    progress: Progress | None = None,
+) -> str:
     """Compare a strategy with serial (`lockstep.compare_with_serial`) and record the result.
 
     Args:
@@ -334,6 +339,10 @@ def check_against_serial(
         validated_run: the run.
         run_id: the name of the run in the record.
         record: receives the result.
+        progress: receives {"step", "steps", "difference"} after every step.
+
+    Returns:
+        The name of the training with which it was compared.
     """
     difference = validated_run.run_on_ranks(
         launcher,
@@ -341,7 +350,13 @@ def check_against_serial(
         validated_run.job,
         validated_run.resolved,
         validated_run.settings,
+        on_report=lambda rank, state: progress(state) if progress else None,
     )[0]
+    _write_difference(record, run_id, difference)
+    return str(difference.reference)
+
+
+def _write_difference(record: Recorder, run_id: str, difference: Difference) -> None:
     record.write_line(
         "difference",
         baseline=difference.reference,
@@ -415,13 +430,7 @@ def _train_under_launcher(
                     raise RankFailed.wrap_error(error, world.rank).with_message(
                         describe_failed_check(folder, StepFailed.wrap_error(error).message)
                     ) from error
-                record.write_line(
-                    "difference",
-                    baseline=difference.reference,
-                    run=folder.name,
-                    value=difference.value,
-                    tensor=difference.tensor,
-                )
+                _write_difference(record, folder.name, difference)
     return Run(validated_run.job, folder)
 
 
@@ -530,7 +539,7 @@ def _list_recorded_choices(validated_run: ValidatedRun) -> Iterator[tuple[str, s
             "rounds",
             str(validated_run.rounds),
             (
-                "as many as pass over all samples of the job's epochs"
+                "as many as use the number of samples of the job's epochs"
                 if validated_run.rounds.requested_rounds is None
                 else "asked for"
             ),

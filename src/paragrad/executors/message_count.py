@@ -91,7 +91,7 @@ class TooManyMessages(ScheduleError):
             fewer *= 2
         super().__init__(
             f"{schedule} over {size:,} ranks has more than {limit:,} messages, too many to be "
-            f"{activity} one by one; take fewer ranks: {largest:,} is allowed"
+            f"{activity} one by one; take at most {largest:,} ranks"
         )
 
 

@@ -242,10 +242,10 @@ class Launcher:
         return Path(self.folder.name)
 
     def locate_ranks(self) -> str:
-        """Describe the line of user code at which each process stands.
+        """Describe the line of user code at which each process is.
 
         Returns:
-            Such as "rank 1 stands at model.py:7"; empty if none stands in user code.
+            Such as "rank 1 is at model.py:7"; empty if none is in user code.
         """
         processes = {**dict(enumerate(self.processes)), **self.extra_processes}
         processes = {number: each for number, each in processes.items() if each.pid}

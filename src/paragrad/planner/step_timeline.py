@@ -72,8 +72,8 @@ class WholeStep:
         yield Compute("load", "")
         yield from self.passes.program(rank, size)
         others = [peer for peer in range(size) if peer != rank]
-        yield from (Send(peer, f"told {rank}") for peer in others)
-        yield from (Recv(peer, f"told {peer}") for peer in others)
+        yield from (Send(peer, f"totals {rank}") for peer in others)
+        yield from (Recv(peer, f"totals {peer}") for peer in others)
         yield Compute("update", "")
 
 
@@ -210,7 +210,7 @@ def predict_step(record: Record, machine: Machine | None = None) -> StepPredicti
         for span in complete_steps[0].spans
         if span.lane == "send"
     }
-    lengths |= {f"told {rank}": STATUS_BYTES for rank in range(size)}
+    lengths |= {f"totals {rank}": STATUS_BYTES for rank in range(size)}
     link = Link(0.0, 0.0)
     messages = "the time to post it, and no transfer time"
     if machine is not None:

@@ -98,6 +98,7 @@ from paragrad.record.step_times import list_joint_seconds, list_slowest_seconds
 # span. Versions 1 and 2 wrote `order` as one range [first, stop].
 RECORD_SCHEMA = 3
 Line = dict[str, Any]
+EARLIER_KINDS = {"told": "totals"}  # kinds of bytes in earlier records, and their names now
 ENDED_EARLY = "ended early"  # the event of a run that a callback ended
 # steps that are written in detail, as this run counts them; the first two warm up
 DETAILED_STEPS = range(2, 12)
@@ -488,7 +489,7 @@ class Record:
                     if sent["bytes"] >= most.get(kind, sent)["bytes"]:
                         most[kind] = sent
         return {
-            kind: sent
+            EARLIER_KINDS.get(kind, kind): sent
             if times[kind] == len(steps)
             else sent | {"bytes": round(sent["bytes"] * times[kind] / len(steps))}
             for kind, sent in most.items()

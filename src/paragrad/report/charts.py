@@ -567,7 +567,7 @@ def write_svg_file(svg: str, file: Path) -> None:
         Refused: The file cannot be written.
     """
     try:
-        file.write_text(_add_theme_style(svg))
+        file.write_text(_add_theme_style(svg), encoding="utf-8")
     except OSError as error:
         raise Refused(
             f"--svg {file}: {error.strerror}; give a file in a folder that exists and can be "

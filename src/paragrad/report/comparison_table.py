@@ -203,7 +203,7 @@ def list_other_baselines(table: ComparisonResults) -> list[str]:
     """
     strategies: dict[str, list[str]] = {}
     for row in table.rows:
-        if row.difference is not None and row.baseline != "serial":
+        if row.baseline not in (None, "serial"):
             strategies.setdefault(row.baseline, []).append(row.strategy)
     return [
         f"{'; '.join(names)}: compared with {baseline}, because batch norm takes its statistics "
@@ -251,7 +251,7 @@ def format_cells(table: ComparisonResults, row: ComparisonRow) -> list[str]:
     )
     return [
         row.strategy,
-        _format_test(row),
+        _format_test(table, row),
         *(_format_goal(table, row) if table.until else []),
         _format_milliseconds(row),
         _format_speed_up(row.faster),
@@ -264,8 +264,10 @@ def format_cells(table: ComparisonResults, row: ComparisonRow) -> list[str]:
     ]
 
 
-def _format_test(row: ComparisonRow) -> str:
-    return "-" if row.test is None else format_test_value(row.test, row.spread)
+def _format_test(table: ComparisonResults, row: ComparisonRow) -> str:
+    if row.test is None:
+        return "-"
+    return format_test_value(row.test, table.header["job"].get("unit", ""), row.spread)
 
 
 def _format_goal(table: ComparisonResults, row: ComparisonRow) -> list[str]:

@@ -58,7 +58,7 @@ def write_lead(table: ComparisonResults) -> str:
     if compared_rows:
         worst = max(compared_rows, key=lambda row: row.difference or 0.0)
         sentences.append(
-            "Largest difference from serial over 20 steps in float64: "
+            f"Largest difference from {worst.baseline} over 20 steps in float64: "
             f"{format_cells(table, worst)[difference_column]}, under {worst.strategy}."
         )
     failed = [row.strategy for row in table.rows if row.failure]

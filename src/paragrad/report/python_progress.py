@@ -15,8 +15,11 @@ from typing import Any
 BAR_INTERVAL = 0.2  # seconds between two states of a bar
 LINE_INTERVAL = 5.0  # seconds between plain lines
 
+Report = Callable[[dict[str, Any]], None]  # takes the state of a run
+TrackRun = Callable[[str], Report]  # takes the name of a run
 
-def make_progress() -> Callable[[str], Any]:
+
+def make_progress() -> TrackRun:
     """Show the runs of one call from Python: in a notebook as a bar, elsewhere as lines.
 
     A line is printed to stderr once in LINE_INTERVAL, so shorter calls print nothing.
@@ -27,7 +30,7 @@ def make_progress() -> Callable[[str], Any]:
     return make_notebook_progress() or make_line_progress()
 
 
-def make_line_progress() -> Callable[[str], Any]:
+def make_line_progress() -> TrackRun:
     """Print the state of the runs of one call to stderr, once in LINE_INTERVAL.
 
     Returns:
@@ -35,20 +38,22 @@ def make_line_progress() -> Callable[[str], Any]:
     """
     last = time.monotonic()
 
-    def track_run(name: str) -> Any:
+    def track_run(name: str) -> Report:
         def report(state: dict[str, Any]) -> None:
             nonlocal last
             if "debugging" not in state and time.monotonic() - last > LINE_INTERVAL:
                 last = time.monotonic()
-                with suppress(OSError):  # a reader of stderr that is gone does not end the run
-                    print(format_state(name, state), file=sys.stderr, flush=True)
+                # a stderr without a reader, or closed, or none at all, does not end the run
+                with suppress(OSError, ValueError, AttributeError):
+                    sys.stderr.write(f"{format_state(name, state)}\n")
+                    sys.stderr.flush()
 
         return report
 
     return track_run
 
 
-def make_notebook_progress() -> Callable[[str], Any] | None:
+def make_notebook_progress() -> TrackRun | None:
     """Show one bar below the cell of a notebook, for all runs of a call.
 
     Returns:
@@ -63,16 +68,17 @@ def make_notebook_progress() -> Callable[[str], Any] | None:
     bar = display(HTML(""), display_id=True)
     last = 0.0
 
-    def track_run(name: str) -> Any:
+    def track_run(name: str) -> Report:
         def update(state: dict[str, Any]) -> None:
             nonlocal last
+            if "debugging" in state:
+                return
             if state["step"] == state["steps"] or time.monotonic() - last > BAR_INTERVAL:
                 last = time.monotonic()
                 bar.update(
                     HTML(
                         f'<progress value="{state["step"]}" max="{state["steps"]}"></progress> '
-                        f"{escape(name)}: step {state['step']} of {state['steps']}, "
-                        f"{format_step_value(state)}"
+                        f"{escape(format_state(name, state))}"
                     )
                 )
 

@@ -66,7 +66,7 @@ class ComparisonRow:
         tensor: The tensor with the largest difference.
 
         baseline: The training with which it is compared: serial, or serial(micro=m) if batch norm
-            takes its statistics over micro-batches.
+            takes its statistics over micro-batches; None if it is compared with none.
 
         digests: Digests of the final parameters, by seed.
 
@@ -94,7 +94,7 @@ class ComparisonRow:
     fullest: dict[str, int] = field(default_factory=dict)
     difference: float | None = None
     tensor: str | None = None
-    baseline: str = "serial"
+    baseline: str | None = None
     digests: tuple[str, ...] = ()
     reached: tuple[GoalReached | None, ...] = ()
     runs: tuple[str, ...] = ()
@@ -352,7 +352,7 @@ def _build_row(results: ComparisonResults, strategy: str, names: list[str]) -> C
         fullest=records[0].fullest,
         difference=difference.get("value"),
         tensor=difference.get("tensor"),
-        baseline=difference.get("baseline", "serial"),
+        baseline=difference.get("baseline"),
         digests=tuple(map(_hash_parameters, records)),
         failure=failure.get("message"),
         reached=tuple(_find_goal_reached(results, record, step_time) for record in records)

@@ -27,17 +27,18 @@ from paragrad.trainer.checkpoint.checkpoint_files import (
 from paragrad.trainer.checkpoint.tensor_files import load_weights
 
 
-def format_test_value(value: float, spread: float | None = None) -> str:
-    """Format the value of a test: two decimals from 10 on, as of per cent; otherwise four.
+def format_test_value(value: float, unit: str, spread: float | None = None) -> str:
+    """Format the value of a test: two decimals of per cent, four of other values.
 
     Args:
         value: The value, or its mean over seeds.
+        unit: The unit of the metric.
         spread: The standard deviation over seeds, or None.
 
     Returns:
-        The text.
+        The text, without the unit.
     """
-    decimals = 2 if abs(value) >= 10 else 4
+    decimals = 2 if unit == "%" else 4
     return f"{value:.{decimals}f}" + ("" if spread is None else f" ± {spread:.{decimals}f}")
 
 
@@ -67,7 +68,8 @@ class Run(Record):
         if losses := self.losses:
             facts.append(f"{len(losses)} steps, last loss {losses[-1]:.4f}")
         if self.test is not None:
-            facts.append(f"test {self.job.metric_name} {format_test_value(self.test)}")
+            value = format_test_value(self.test, self.header["job"].get("unit", ""))
+            facts.append(f"test {self.job.metric_name} {value}")
         if self.seconds_per_step is not None:
             facts.append(f"{1e3 * self.seconds_per_step:.2f} ms per step")
         if self.stopped:
@@ -109,6 +111,7 @@ class Run(Record):
             "events": self.event_messages,
             "noise": self.noise and {**asdict(self.noise), "scale": self.noise.scale},
             "difference": difference.get("value"),
+            "baseline": difference.get("baseline"),
             "tensor": difference.get("tensor"),
             "stopped_at": self.checkpoint_step if self.stopped else None,
             "folder": str(self.folder),

@@ -62,7 +62,7 @@ def _describe_run(finished: Run, found: Mapping[str, Any]) -> dict[str, Any]:
     """A run as facts for people; each number has its meaning and its unit."""
     seconds = found["seconds_per_step"]
     sent_bytes = format_sent_bytes(found["sent"])
-    unit = finished.header["job"]["unit"]
+    unit = finished.header["job"].get("unit", "")
     step_time = measure_step_time([finished])
     return {
         "strategy": found["strategy"],
@@ -76,9 +76,9 @@ def _describe_run(finished: Run, found: Mapping[str, Any]) -> dict[str, Any]:
         or None,
         f"test {found['metric']}": None
         if found["test"] is None
-        else f"{format_test_value(found['test'])} {unit}".strip(),
+        else f"{format_test_value(found['test'], unit)} {unit}".strip(),
         "best test": finished.best
-        and f"{format_test_value(finished.best.value)} {unit}".strip()
+        and f"{format_test_value(finished.best.value, unit)} {unit}".strip()
         + f" after epoch {finished.best.epoch + 1}: {finished.best.folder}",
         "loss of the last step (mean over its samples)": None
         if found["loss"] is None
@@ -101,7 +101,7 @@ def _describe_run(finished: Run, found: Mapping[str, Any]) -> dict[str, Any]:
         if found["skipped_steps"]
         else None,
         "gradient noise scale": describe_noise_scale(finished),
-        "difference from serial (relative, float64, 20 steps)": found["difference"]
+        f"difference from {found['baseline']} (relative, float64, 20 steps)": found["difference"]
         and f"{found['difference']:.1e}",
         "where largest": found["tensor"],
         "stopped": found["stopped_at"] and f"at step {found['stopped_at']}",

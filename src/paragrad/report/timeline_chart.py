@@ -248,7 +248,8 @@ def _predict_step(record: Record) -> StepPrediction | str:
         return f"There is no prediction: {error}."
     return (
         prediction
-        or "There is no prediction, because the clock predicts only steps of place and pipeline."
+        or "There is no prediction: the clock predicts steps of place and pipeline alone, and only "
+        "if enough steps were recorded in detail."
     )
 
 

@@ -543,6 +543,7 @@ class Product(Strategy, abstract=True):
         factor_environment = replace(
             environment,
             cores=max(1, environment.cores // known_workers),
+            gpus=environment.gpus and max(1, environment.gpus // known_workers),
             ranks=environment.ranks and max(1, environment.ranks // known_workers),
             ranks_on_host=environment.ranks_on_host
             and max(1, environment.ranks_on_host // known_workers),

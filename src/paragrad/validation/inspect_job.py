@@ -55,6 +55,12 @@ CLOSURE_MESSAGE = (
     "optimizer that needs none"
 )
 
+FUNCTION_EXAMPLES = {
+    "model": "lambda: Net()",
+    "loss": "lambda output, target: ...",
+    "optimizer": "lambda parameters: torch.optim.SGD(parameters, lr=0.1)",
+}
+
 
 @dataclass(frozen=True)
 class JobInspection:
@@ -236,16 +242,11 @@ def _check_job_fields(job: Job) -> None:
             f"job name {job.name!r}: give a text of at most 100 characters without /, which can "
             "be the name of a folder"
         )
-    for name in ("model", "loss", "optimizer"):
+    for name in FUNCTION_EXAMPLES:
         if not callable(getattr(job, name)):
-            example = (
-                "lambda parameters: torch.optim.SGD(parameters, lr=0.1)"
-                if name == "optimizer"
-                else "lambda: ..."
-            )
             raise Refused(
                 f"job {job.name}: {name} must be a function, because every rank builds its own; "
-                f"write {name}={example}"
+                f"write {name}={FUNCTION_EXAMPLES[name]}"
             )
     if isinstance(job.loss, type):
         raise Refused(
@@ -255,8 +256,7 @@ def _check_job_fields(job: Job) -> None:
     if isinstance(job.model, nn.Module):
         raise Refused(
             f"job {job.name}: model must be a function that builds the model, because every rank "
-            f"builds its own; write model={type(job.model).__name__}, or model=lambda: "
-            f"{type(job.model).__name__}(...)"
+            f"builds its own; write model=lambda: {type(job.model).__name__}(...)"
         )
     for name in ("scheduler", "metric", "collate"):
         if getattr(job, name) is not None and not callable(getattr(job, name)):

@@ -141,7 +141,13 @@ def compare_with_serial(
 
 
 def measure_distances(
-    world: World, job: Job, strategy: Strategy, settings: Settings, steps: int
+    world: World,
+    job: Job,
+    strategy: Strategy,
+    settings: Settings,
+    steps: int,
+    *,
+    report: Callable[[dict[str, Any]], None] | None = None,
 ) -> list[float]:
     """Measure how far the parameters are from serial's after every step, in the job's own dtype.
 
@@ -153,6 +159,7 @@ def measure_distances(
         strategy: the resolved strategy.
         settings: the settings.
         steps: number of steps.
+        report: receives {"step", "steps", "difference"} after every step, on rank 0.
     """
     values: list[float] = []
     strategy = strategy.verifiable
@@ -169,6 +176,8 @@ def measure_distances(
                 ).values()
             )
         )
+        if report is not None:
+            report({"step": len(values), "steps": steps, "difference": values[-1]})
     distances: list[float] = world.broadcast_object(values)
     return distances
 
