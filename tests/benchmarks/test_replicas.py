@@ -102,5 +102,5 @@ def test_rounding_differs_by_a_few_units_in_the_last_place(digits: MnistImages) 
     found = rounding(
         pg.job("mnist-mlp", width=16), digits, 4, {"ring": pg.Ring(), "tree": pg.Tree()}, 10
     )
-    assert list(found) == ["serial", "serial, batch back to front", "ring", "tree"]
+    assert list(found) == ["serial", "serial, batch in reverse order", "ring", "tree"]
     assert all(0 < row["median"] < 100 and 0 < row["relative"] < 1e-5 for row in found.values())
