@@ -78,7 +78,7 @@ def test_planted_fault_ends_the_run_before_the_update(
     told = caught.value.message
     assert caught.value.differs
     assert any(
-        f" {kind} is {off}" in told for kind in SHOWN[wrong] for off in ("off", "another")
+        f" {kind} is {off}" in told for kind in SHOWN[wrong] for off in ("off", "different")
     ), told
     assert "nothing was updated" in told
     assert "Cause: " in told or "Cause not found; possible: " in told
