@@ -809,7 +809,7 @@ def test_table_is_readable_at_80_columns(tmp_path: Path, seeds: int) -> None:
     assert lines[len(drawn)].split(": ")[1].split(", ") == [
         column for column in list_columns(compared) if column not in shown
     ]
-    wide = at_terminal(compared, 180)
+    wide = at_terminal(compared, 170)
     assert all(column in wide[2] for column in list_columns(compared))
 
 

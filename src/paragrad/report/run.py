@@ -28,7 +28,7 @@ from paragrad.trainer.checkpoint.tensor_files import load_weights
 
 
 def format_test_value(value: float, unit: str, spread: float | None = None) -> str:
-    """Format the value of a test: two decimals of per cent, four of other values.
+    """Format the value of a test: two decimals of per cent and from 10 on, otherwise four.
 
     Args:
         value: The value, or its mean over seeds.
@@ -38,7 +38,7 @@ def format_test_value(value: float, unit: str, spread: float | None = None) -> s
     Returns:
         The text, without the unit.
     """
-    decimals = 2 if unit == "%" else 4
+    decimals = 2 if unit == "%" or abs(value) >= 10 else 4
     return f"{value:.{decimals}f}" + ("" if spread is None else f" ± {spread:.{decimals}f}")
 
 
