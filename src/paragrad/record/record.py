@@ -432,6 +432,15 @@ class Record:
         ]
 
     @property
+    def overflowed_steps(self) -> tuple[int, ...]:
+        """The steps without an update, because a gradient overflowed in float16."""
+        return tuple(
+            int(line["numbers"]["step"])
+            for line in self.select_lines("event")
+            if line["name"] == "overflow"
+        )
+
+    @property
     def test(self) -> float | None:
         """The test metric after the last epoch with a test."""
         values = [line["test"]["value"] for line in self.select_lines("epoch") if line["test"]]

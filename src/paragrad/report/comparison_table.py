@@ -212,6 +212,33 @@ def list_other_baselines(table: ComparisonResults) -> list[str]:
     ]
 
 
+def list_other_overflows(table: ComparisonResults) -> list[str]:
+    """List the strategies under which other steps overflowed in float16 than under serial.
+
+    Args:
+        table: The comparison.
+
+    Returns:
+        A line for each step at which such trainings part from serial's.
+    """
+    serial = next((row.overflowed_steps for row in table.rows if row.reference), ())
+    strategies: dict[int, list[str]] = {}
+    for row in table.rows:
+        other_steps = [
+            step
+            for own, expected in zip(row.overflowed_steps, serial, strict=False)
+            for step in set(own) ^ set(expected)
+        ]
+        if other_steps and row.exact:
+            strategies.setdefault(min(other_steps), []).append(row.strategy)
+    return [
+        f"{'; '.join(names)}: not the training of serial from step {step} on. In that step a "
+        "gradient overflowed in float16 in only one of the two: parts of a batch have other "
+        "gradients than the whole batch. bfloat16 has the range of float32"
+        for step, names in sorted(strategies.items())
+    ]
+
+
 def _list_footer_lines(table: ComparisonResults) -> list[str]:
     return [*list_notes(table), f"record: {table.folder}", f"page: {table.folder / 'page.html'}"]
 
@@ -444,6 +471,7 @@ def list_notes(table: ComparisonResults) -> list[str]:
     if any(number["computed"] for row in table.rows for number in row.sent.values()):
         lines.append(f"*: {COMPUTED_NOTE}; numbers without * are counted")
     lines += list_other_baselines(table)
+    lines += list_other_overflows(table)
     inexact = [row.strategy for row in table.rows if not row.exact]
     if inexact:
         lines.append(

@@ -70,6 +70,9 @@ class ComparisonRow:
 
         digests: Digests of the final parameters, by seed.
 
+        overflowed_steps: The steps without an update, by seed, because a gradient overflowed in
+            float16.
+
         reached: Where the goal was reached, by seed.
 
         runs: The names of the folders, by seed.
@@ -96,6 +99,7 @@ class ComparisonRow:
     tensor: str | None = None
     baseline: str | None = None
     digests: tuple[str, ...] = ()
+    overflowed_steps: tuple[tuple[int, ...], ...] = ()
     reached: tuple[GoalReached | None, ...] = ()
     runs: tuple[str, ...] = ()
     failure: str | None = None
@@ -354,6 +358,7 @@ def _build_row(results: ComparisonResults, strategy: str, names: list[str]) -> C
         tensor=difference.get("tensor"),
         baseline=difference.get("baseline"),
         digests=tuple(map(_hash_parameters, records)),
+        overflowed_steps=tuple(record.overflowed_steps for record in records),
         failure=failure.get("message"),
         reached=tuple(_find_goal_reached(results, record, step_time) for record in records)
         if results.until

@@ -156,7 +156,7 @@ class Run(Record):
     @property
     def skipped_steps(self) -> int:
         """The number of steps without an update, because a gradient overflowed in float16."""
-        return sum(line["name"] == "overflow" for line in self.select_lines("event"))
+        return len(self.overflowed_steps)
 
     @property
     def first_step(self) -> str | None:
