@@ -1,10 +1,12 @@
-"""All-reduce of float32 vectors on one host: our shm backend, gloo, OpenMPI, and the limit of
-the memory.
+"""All-reduce of float32 vectors on one host: paragrad's shm backend, gloo, OpenMPI, and the limit
+of the memory.
 
-The limit: all ranks at once copy n bytes in, add p slices of n/p, copy n bytes out, without any
-synchronisation. Times are a rank's own, the slowest counts; but shm and the limit are compared
-by the time from the first rank's start to the last one's end: where ranks share cores and
-nothing synchronises them, one may be done before another has begun.
+The limit is measured without any synchronisation. All ranks at the same time copy n bytes in, add p
+slices of n/p, and copy n bytes out.
+
+Each rank measures its own time, and the slowest rank counts. But shm and the limit are compared by
+the time from the start of the first rank to the end of the last one. The reason: if ranks share
+cores and nothing synchronises them, a rank may finish before another one begins.
 
 | figure | bar |
 |---|---|
@@ -18,10 +20,12 @@ nothing synchronises them, one may be done before another has begun.
 | shm's time / OpenMPI's, geometric mean over 1 to 64 MB | at most 1 |
 | shm's time / the limit's, 4 MB | at most 2 |
 
-Worlds of all four stay up and are asked in turn; a figure is the median over rounds of the
-ratio within a round (below 1 MB, where a round is over in a quarter of a second and the
-machine's moods show most, there are three times as many). gloo and shm are started by torchrun.
-OpenMPI wants `mpirun` and mpi4py; without them its figures are left out, and that is said.
+Worlds of all four kinds keep running and are measured in turn. A figure is the median over rounds
+of the ratio within a round. Below 1 MB, a round takes a quarter of a second and times vary most.
+Therefore there are three times as many rounds for these sizes.
+
+torchrun starts gloo and shm. OpenMPI needs `mpirun` and mpi4py. Without them, its figures are left
+out, and the program says so.
 """
 
 from __future__ import annotations
@@ -83,12 +87,14 @@ def main() -> None:
 
 
 def measure(world: Workers, size: int, whole: bool = False) -> Callable[[], float]:
-    """The median time of one all-reduce, in us: of the slowest rank, or from the first one's
-    start to the last one's end.
+    """Return a function that measures the median time of an all-reduce in microseconds.
+
+    It is the time of the slowest rank. If `whole`, it is the time from the start of the first rank
+    to the end of the last one.
     """
 
     def taken() -> float:
-        # of each rank: (start, end) of each repeat
+        # for each rank: (start, end) of each repeat
         ranks = world.ask((size, max(5, min(300, 25 * MB // size))))
         if whole:
             return 1e6 * statistics.median(
@@ -164,8 +170,8 @@ def of_torch(kind: str) -> Prepared:
 
 
 def of_the_limit() -> Prepared:
-    """The copies and additions alone; shm keeps the ranks together between measurements, and
-    gives them the memory.
+    """Prepare the copies and additions of the limit. The shm backend provides the memory, and the
+    barrier between measurements.
     """
     import torch
     import torch.distributed as dist

@@ -1,4 +1,6 @@
-"""Trainings of one job that differ in one thing, over seeds: what their records say."""
+"""Trainings of one job that differ in one thing (arms), with several seeds, and the results in
+their records.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ SPREAD = (
     "\n\nMean ± standard deviation over seeds; of differences, which are taken seed by seed, the "
     "standard error."
 )
-# of a seed: what is trained, and under which strategy
+# from a seed to the job and its strategy
 Arm = Callable[[int], tuple[pg.Job, str]]
 
 
@@ -32,9 +34,12 @@ def trained(
     data: str | None,
     **settings: Any,
 ) -> dict[Any, list[dict[str, Any]]]:
-    """What `read` makes of every run, seed by seed, or of one that failed its message; folders
-    go at once, for a run may be large. so_far: a file of runs that were made before, and are
-    not made again; others are added, with their commits.
+    """Train every arm with every seed, and return what `read` returns for each run.
+
+    For a run that failed, its message is returned instead. The folder of a run is deleted at
+    once, because it may be large.
+    so_far: a file with the results of earlier runs. These are not repeated; new runs are added,
+    with their commits.
     """
     found: dict[Any, list[dict[str, Any]]] = {name: [] for name in arms}
     lines = map(json.loads, so_far.read_text().splitlines() if so_far and so_far.exists() else ())
@@ -73,18 +78,18 @@ def one(
             run = pg.train(job, text, runs=folder, **settings)
         except pg.RankFailed as error:
             return {"failed": str(error)}
-        if run.stopped:  # asked to: so is the experiment
+        if run.stopped:  # by a request to stop, so the whole experiment ends
             sys.exit(143)
         return read(run)
 
 
 def of(found: Mapping[Any, list[dict[str, Any]]], name: Any, what: str) -> list[float]:
-    """One number of every seed of an arm; nan of one that failed."""
+    """Return one number for every seed of an arm; nan for a run that failed."""
     return [each.get(what, math.nan) for each in found[name]]
 
 
 def spread(values: list[float], digits: int = 2) -> str:
-    """Mean and standard deviation, as a table shows them."""
+    """Return mean and standard deviation as the text of a table cell."""
     if any(map(math.isnan, values)):
         return "failed"
     return f"{mean(values):.{digits}f}" + (
@@ -93,13 +98,14 @@ def spread(values: list[float], digits: int = 2) -> str:
 
 
 def apart(one: list[float], other: list[float]) -> tuple[float, float]:
-    """(mean difference, its standard error), seed by seed: both began with the same weights and
-    had the same order.
+    """Return the mean of the differences of equal seeds, and its standard error.
+
+    With equal seeds, both trainings have the same initial weights and the same order of samples.
     """
     found = differences(one, other)
     return mean(found), stdev(found) / len(found) ** 0.5 if len(found) > 1 else math.nan
 
 
 def beside(one: list[float], other: list[float]) -> str:
-    """The same, as a table shows it."""
+    """Return the result of `apart` as the text of a table cell."""
     return "{:+.2f} ± {:.2f}".format(*apart(one, other))

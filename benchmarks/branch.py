@@ -1,19 +1,23 @@
-"""Steps of a model with two equal branches over two ranks on one host: ours, and bounds.
+"""Steps of a model with two equal branches on two ranks of one host, compared with bounds.
 
-    python benchmarks/branch.py --check             # both ranks on this machine, one thread
-    each
+    # both ranks on this machine, one thread each
+    python benchmarks/branch.py --check
 
 | figure | bar |
 |---|---|
 | speed over the bound's | at least 0.9 |
 
-Two networks of four 3x3 convolutions of 32 channels, with ReLUs, on the same images of 64 x 64,
-8 in a batch, whose means of each channel are put together before one linear layer;
-cross-entropy, float32, SGD. The bound is of two processes that each make a step of one of them,
-with the linear layer, without exchange, both at once. Ours is a whole training, timed by its
-record from step to step; the bound a loop over images in memory. Beside it, without a bar: the
-bound in step (its processes wait for each other after every step, so that each step takes as
-long as the slower of them), one worker with one thread, and with all.
+The model has two branches. Each has four 3x3 convolutions of 32 channels, with ReLUs, on the same
+images of 64 x 64. The means of all channels of both branches are concatenated before one linear
+layer. Training uses batches of 8, cross-entropy, float32 and SGD.
+
+The bound is the time of two processes that run at the same time without an exchange. Each makes
+steps of one branch with the linear layer, in a loop over images in memory. The strategy is measured
+by a whole training, timed by its record from step to step.
+
+There are figures without a bar: the bound in step, one worker with one thread, and one worker with
+all threads. For the bound in step, the two processes wait for each other after every step, so that
+each step takes as long as the slower one.
 """
 
 from __future__ import annotations
@@ -52,7 +56,7 @@ class Means(nn.Module):
 
 
 class Two(nn.Module):
-    """branches: how many there are here."""
+    """A model with branches before one linear layer. branches: the number of branches."""
 
     def __init__(self, branches: int = RANKS) -> None:
         super().__init__()

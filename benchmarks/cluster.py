@@ -1,16 +1,22 @@
-"""All-reduces on a cluster: is the time the one that the clock foretold, and does `reduce=auto`
-find the best?
+"""All-reduces on a cluster: is the measured time the one that the clock predicted, and does
+`reduce=auto` find the fastest algorithm?
 
-    python benchmarks/cluster.py --check            # 8 hosts at 100 Mbit/s on this machine
-    (root, iproute2), then one host python benchmarks/cluster.py --check --page     # the same,
-    written into docs/results/all_reduce.md
+    # 8 hosts at 100 Mbit/s on this machine (needs root and iproute2), then one host
+    python benchmarks/cluster.py --check
+    # the same, written into docs/results/all_reduce.md
+    python benchmarks/cluster.py --check --page
 
-Every host is a set of namespaces (`hosts.py`) with one rank. First the link is measured as
-`paragrad measure` does, into a machine file; from it the clock foretells every algorithm's
-time. Then all that auto may pick, a ring that waits for its receivers and gloo's own run in
-turn: eight rounds from 1 MB on over the links, otherwise fifteen. Where exchanges are short
-they scatter so much that in fifteen rounds an algorithm can be 1.2 times itself: there auto and
-all that come near the best run in another forty, and are compared in these.
+Every host is a set of namespaces (`hosts.py`) with one rank. First the program measures the link
+as `paragrad measure` does, and writes a machine file. The clock predicts the time of every
+algorithm from this file.
+
+Then these run in turn: every algorithm that auto may choose, a ring that waits for its receivers,
+and gloo's own all-reduce. There are eight rounds for 1 MB and more over the links, otherwise
+fifteen.
+
+The times of short exchanges scatter. In fifteen rounds, two measurements of the same algorithm
+can differ by a factor of 1.2. Therefore, for short exchanges, auto and all algorithms near the best
+run in forty more rounds. Only these rounds are compared.
 
 | figure                                                                            | bar              |
 |-----------------------------------------------------------------------------------|------------------|
@@ -25,7 +31,7 @@ all that come near the best run in another forty, and are compared in these.
 | auto over the best: geometric mean                                                | at most 1.05     |
 | packets dropped; packets out of order                                             | at most 0        |
 
-Those of auto also for 4 ranks of one host over gloo.
+The figures of auto are also measured for 4 ranks of one host over gloo.
 """
 
 from __future__ import annotations
@@ -59,9 +65,9 @@ from paragrad.strategies.data import Data, Native
 from paragrad.strategies.registry import strategy
 
 RANKS_OF_ONE_HOST = 4
-ENOUGH = 5  # rounds from which on a sign test can say anything
-SHORT = 0.1  # seconds of an exchange
-# times the best of fifteen rounds; rounds of those that come so near
+ENOUGH = 5  # with fewer rounds, a sign test has no result
+SHORT = 0.1  # seconds; a shorter exchange is measured again
+# an algorithm is near the best if its time is below NEAR times the best; it runs AGAIN more rounds
 NEAR = 1.25
 AGAIN = 40
 PAGE = DOCS / "results" / "all_reduce.md"
@@ -71,7 +77,7 @@ FORETOLD = (MB, 4 * MB, 16 * MB)
 SMALL = (KB, 4 * KB, 16 * KB, 64 * KB)
 SIZES = (*SMALL, 256 * KB, *FORETOLD)
 Times = dict[int, dict[str, list[float]]]  # seconds by size and algorithm, of every round
-Picks = dict[int, str]  # what auto picked, by size
+Picks = dict[int, str]  # the algorithm that auto chose, by size
 
 
 def schedule(text: str) -> Any:
@@ -129,8 +135,8 @@ def main() -> None:
 
 
 def write(found: dict[str, Any]) -> None:
-    """Fill in the tables of the page: medians of all rounds in milliseconds, and the figures
-    with their bars.
+    """Write the tables of the page: medians of all rounds in milliseconds, and the figures with
+    their bars.
     """
     text = PAGE.read_text()
     for where, title in (("cluster", "8 hosts [ms]"), ("one host", "4 ranks, one host [ms]")):
@@ -158,7 +164,7 @@ def write(found: dict[str, Any]) -> None:
 
 
 def barred(figure: dict[str, Any]) -> str:
-    """The bar of a figure, in words."""
+    """Return the bar of a figure as text."""
     return ", ".join(
         f"{words} {figure[key]:g}"
         for key, words in (("at_least", "at least"), ("at_most", "at most"))
@@ -167,7 +173,7 @@ def barred(figure: dict[str, Any]) -> str:
 
 
 def ours(count: int) -> list[str]:
-    """Whatever auto may pick, and the ring that waits."""
+    """Return all algorithms that auto may choose, and the ring that waits for its receivers."""
     return [*map(str, list_candidates(count)), "ring(blocking=true)"]
 
 
@@ -223,7 +229,9 @@ def on_cluster(bench: Bench, workers: Workers, count: int) -> None:
 
 
 def machine_file(told: Any) -> Machine:
-    """What rank 0 measured, by way of a machine file."""
+    """Write the measurements of rank 0 to a machine file, and return the machine that is read from
+    this file.
+    """
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         path = Path(folder) / "machine.json"
         told.write(path)
@@ -233,8 +241,11 @@ def machine_file(told: Any) -> Machine:
 def measured(
     bench: Bench, workers: Workers, where: str, names: list[str], rounds: Callable[[int], int]
 ) -> tuple[Times, Times, Picks]:
-    """Seconds of every algorithm, gloo's own and auto, by size: the slowest rank's; those of
-    auto and whatever comes near the best; and what auto picked. rounds: of a size.
+    """Measure all sizes, and return (all times, times near the best, choices of auto).
+
+    All times are those of every algorithm, of gloo's own and of auto, in seconds of the slowest
+    rank. Times near the best are those that the comparison with auto uses.
+    rounds: gives the number of rounds for a size.
     """
     found = {}
     near = {}
@@ -251,7 +262,7 @@ def measured(
         times = alternated(measures, bench.rounds(rounds(size), 2))
         found[size] = times
         near[size] = times
-        # which may be quicker than all, by chance
+        # without auto, which by chance may be faster than all algorithms
         best = min(median(times[name]) for name in measures if name != "auto")
         if best < SHORT:
             near[size] = alternated(
@@ -270,7 +281,7 @@ def measured(
 
 
 def foretold(bench: Bench, found: Times, machine: Machine, count: int) -> None:
-    """The clock's time of every algorithm beside the measured one."""
+    """Compare the clock's prediction for every algorithm with the measured time."""
     cluster = Cluster(
         machine.select_link("gloo"), machine.gamma, sharing=count, cores=machine.cores
     )
@@ -301,7 +312,7 @@ def foretold(bench: Bench, found: Times, machine: Machine, count: int) -> None:
 
 
 def automatic(bench: Bench, found: Times, picked: Picks, where: str) -> None:
-    """auto beside the best of all."""
+    """Compare auto with the fastest algorithm."""
     over = []
     slower_large = [1.0]
     slower_small = 0
@@ -310,7 +321,7 @@ def automatic(bench: Bench, found: Times, picked: Picks, where: str) -> None:
         pairs = ratios(times["auto"], times[best])
         bench.figure(f"auto ({picked[size]}) over {best}, {where}, {named(size)}", pairs)
         over.append(median(pairs))
-        # where it picked the best it is that, whatever two samples say
+        # if auto chose the best algorithm, a difference of the two samples is chance
         if picked[size] != best and is_slower_by_sign_test(pairs):
             if size >= 256 * KB:
                 slower_large.append(median(pairs))
@@ -355,7 +366,7 @@ def worker(address: str) -> None:
             else:
                 run_all_reduce(algorithm, vector, world)
 
-        # hosts share them here
+        # all simulated hosts share the cores of this machine
         machine = replace(
             world.broadcast_object(build_machine([measure_backend_link(world)])),
             cores=os.cpu_count() or 1,

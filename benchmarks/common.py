@@ -1,5 +1,5 @@
-"""What all benchmarks share: their options, the machine they ran on, alternating measurements,
-figures and bars.
+"""Code that all benchmarks share: options, facts about the machine, alternating measurements, and
+figures with their bars (goals).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ MB = 1 << 20
 
 
 def named(size: int) -> str:
-    """So many bytes, in words."""
+    """Return a number of bytes as text, such as "4 MB"."""
     return f"{size // MB} MB" if size >= MB else f"{size // KB} KB"
 
 
 def machine() -> dict[str, Any]:
-    """What stands beside every figure: day and commit, the processor, its cores and how busy
-    they were, and the versions.
+    """Return the facts that are written with every figure: day, commit, processor, cores, load,
+    and versions.
     """
     info = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = next(
@@ -51,7 +51,7 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The code that was measured, with + where it is not what was committed."""
+    """Return the commit of the measured code, with a + if the code has uncommitted changes."""
 
     def said(*words: str) -> str:
         if shutil.which("git") is None:
@@ -70,9 +70,10 @@ def commit() -> str:
 
 
 def alternated(measures: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Every measure once in each round, so that what disturbs the machine disturbs all alike;
-    in an order of each round's own (the same in every run), as a measure may also feel the one
-    before it.
+    """Run every measure once in each round, so that a disturbance of the machine affects all alike.
+
+    A measure may also affect the next one. Therefore each round has a random order of its own,
+    which is the same in every run of the program.
     """
     found: dict[str, list[float]] = {name: [] for name in measures}
     shuffled = random.Random(0)
@@ -88,22 +89,24 @@ def alternated(measures: Mapping[str, Callable[[], float]], rounds: int) -> dict
 
 
 def between(starts: list[float]) -> float:
-    """The median time from step to step, in milliseconds; the first ones warm up."""
+    """Return the median time from step to step, in milliseconds. The first three steps are
+    warm-up and do not count.
+    """
     return 1e3 * median(later - earlier for earlier, later in itertools.pairwise(starts[3:]))
 
 
 def differences(ours: list[float], theirs: list[float]) -> list[float]:
-    """Ours less theirs, round by round."""
+    """Return ours minus theirs for each round."""
     return [our - their for our, their in zip(ours, theirs, strict=True)]
 
 
 def ratios(ours: list[float], theirs: list[float]) -> list[float]:
-    """Ours over theirs, round by round."""
+    """Return ours divided by theirs for each round."""
     return [our / their for our, their in zip(ours, theirs, strict=True)]
 
 
 class Bench:
-    """One run of a benchmark: its options, what it measured, its figures with their bars.
+    """One run of a benchmark: its options, its measurements, and its figures with their bars.
 
     bench = Bench(__doc__)
     times = alternated({"ours": ..., "theirs": ...}, rounds=3 if bench.quick else 15)
@@ -114,8 +117,10 @@ class Bench:
     def __init__(
         self, about: str | None, options: Callable[[argparse.ArgumentParser], Any] | None = None
     ) -> None:
-        """about: the file's docstring, whose table states the bars;  options: adds the
-        benchmark's own to the parser.
+        """Parse the options.
+
+        about: the docstring of the file, whose table gives the bars.
+        options: a function that adds the benchmark's own options to the parser.
         """
         parser = argparse.ArgumentParser(
             description=about, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -145,7 +150,7 @@ class Bench:
         self.measured: dict[str, Any] = {}
 
     def rounds(self, usual: int, quick: int) -> int:
-        """How often to measure, unless --rounds says."""
+        """Return the number of rounds: --rounds, if given, otherwise `quick` or `usual`."""
         found: int = self.options.rounds or (quick if self.quick else usual)
         return found
 
@@ -157,7 +162,9 @@ class Bench:
         at_most: float | None = None,
         at_least: float | None = None,
     ) -> None:
-        """A figure and its bar. Of a list: the median, and the list is kept with it."""
+        """Store a figure and its bar. If the value is a list, the figure is its median, and the
+        list is stored too.
+        """
         sample = value if isinstance(value, list) else [value]
         self.figures[name] = {
             "value": median(sample),
@@ -169,7 +176,7 @@ class Bench:
         }
 
     def short(self) -> list[str]:
-        """What falls short, in words."""
+        """Return a sentence for each figure that misses its bar."""
         return [
             f"{name} is {found['value']:.4g}, the goal is {word} {bar:.4g}"
             for name, found in self.figures.items()
@@ -181,8 +188,8 @@ class Bench:
         ]
 
     def keep(self, path: Path) -> None:
-        """Write everything that was measured. Of absolute paths, which are this machine's, the
-        last part.
+        """Write all measurements to a file. Absolute paths in the command are shortened to their
+        last part, because they are valid on this machine only.
         """
         words = [
             word
@@ -207,8 +214,9 @@ class Bench:
         )
 
     def finish(self) -> None:
-        """Print machine and figures, write the file, and exit: 1 where --check finds one that
-        falls short, otherwise 0.
+        """Print machine and figures, write the file, and exit.
+
+        The exit code is 1 if a figure misses its bar under --check, otherwise 0.
         """
         if self.options.json:
             self.keep(self.options.json)

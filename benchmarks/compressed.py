@@ -1,28 +1,32 @@
-"""Compressed gradients on four workers: what they cost in accuracy, and what they gain on
-links.
+"""Compressed gradients on four workers: how much accuracy they cost, and how much time they save on
+slow links.
 
-    python benchmarks/compressed.py --check --data DIR python benchmarks/compressed.py --check
-    --page --data DIR       # the same, written into docs/results/compression.md python
-    benchmarks/compressed.py --only links --data DIR         # a part: accuracy, correction,
-    links
+    python benchmarks/compressed.py --check --data DIR
+    # the same, written into docs/results/compression.md
+    python benchmarks/compressed.py --check --page --data DIR
+    # a part: accuracy, correction, links
+    python benchmarks/compressed.py --only links --data DIR
 
 | figure | bar |
 |---|---|
 | points of accuracy that dgc(0.01), and dgc(0.001), are below dense | at most 0.3, and 0.6 |
 | bytes of a step after warm-up, dense along a ring over theirs | at least 20, and 100 |
-| time of a step of DDP over gloo over dgc(0.001), dgc(0.01), bf16: hosts at 100 Mbit/s | at
-least 8, 5, 1.8 |
+| time of a step of DDP over gloo over dgc(0.001), dgc(0.01), bf16: hosts at 100 Mbit/s | at least 8, 5, 1.8 |
 | the same of the time to 97 %: dgc(0.01) | at least 4 |
 
-mnist-mlp of width 1024, batches of 128. Accuracy: ten epochs, three seeds. Correction:
-top_k(0.001), whose momentum is SGD's and comes after it, dgc without masking, without warm-up,
-and dgc itself, five seeds, and the same of mnist-cnn with its five epochs; differences of means
-with their standard errors. Links: hosts of this machine (root, iproute2) at 100 Mbit/s and at 1
-Gbit/s, and ranks of one host; medians of a step, of whole trainings by their records and of a
-loop over DDP, in turn; without warm-up. The time to 97 % is that of the steps to the first test
-above it, one after each epoch, the median of three seeds; bytes are of the rank that sends
-most, for DDP those of data(4). Nothing else may run beside that part. --quick: one seed, two
-epochs.
+The job is mnist-mlp of width 1024, with batches of 128. --quick uses one seed and two epochs.
+
+Accuracy: ten epochs, three seeds.
+
+Correction: four compressors with five seeds: top_k(0.001), where SGD applies its momentum after the
+compression; dgc without masking and without warm-up; dgc without warm-up; and dgc itself. The same
+for mnist-cnn with its five epochs. The figures are differences of means, with standard errors.
+
+Links: hosts of this machine (needs root and iproute2) at 100 Mbit/s and at 1 Gbit/s, and ranks of
+one host. Whole trainings, timed by their records, and a loop over DDP run in turn. The figures are
+medians of a step, without warm-up. The time to 97 % is the time of the steps to the first test
+above 97 %. A test runs after each epoch, and the median of three seeds counts. Bytes are those of
+the rank that sends most; for DDP, those of data(4). No other program may run during this part.
 """
 
 from __future__ import annotations
@@ -61,7 +65,7 @@ CORRECTED = (
     "dgc(0.001, warmup=0)",
     "dgc(0.001)",
 )
-# beside which differences are told: without the correction, and without masking
+# the compressors with which others are compared: without the correction, and without masking
 BASES = CORRECTED[:2]
 EVERY = (
     "bf16",
@@ -100,7 +104,7 @@ def arm(job: pg.Job, text: str) -> Arm:
 
 
 def read(run: pg.Run) -> dict[str, Any]:
-    """Bytes are those of the rank that sends most."""
+    """Return the numbers of a run. Bytes are those of the rank that sends most."""
     record = Record(run.folder, spans=False)
     each = [
         [
@@ -178,7 +182,7 @@ def corrections(bench: Bench, data: str) -> None:
 
 # ---- links -----------------------------------------------------------------------------------
 def ours(cluster: Cluster | None, folder: Path, text: str, data: str, steps: int) -> float:
-    """Milliseconds of a step, of a whole training."""
+    """Run a whole training, and return the milliseconds of a step."""
     place = Path(tempfile.mkdtemp(dir=folder))
     if cluster is None:
         train(
@@ -198,7 +202,7 @@ def ours(cluster: Cluster | None, folder: Path, text: str, data: str, steps: int
 
 
 def theirs(cluster: Cluster | None, folder: Path, steps: int) -> float:
-    """The same of a loop over DDP."""
+    """Run a loop over DDP, and return the milliseconds of a step."""
     words = [str(Path(__file__).resolve()), "--worker", DDP, str(folder), str(steps)]
     if cluster is not None:
         return float(cluster.run(words, timeout=900)[0].split()[-1])
@@ -223,8 +227,11 @@ def worker(text: str, folder: str, steps: str) -> None:
 
 
 def linked(bench: Bench, data: str) -> None:
-    """Times of a step everywhere; steps to the goal, which no link changes, on one host."""
-    job = wide().replace(epochs=3)  # the first two are enough for most
+    """Measure the time of a step on all links, and the steps to the goal on one host.
+
+    The steps to the goal do not depend on the link.
+    """
+    job = wide().replace(epochs=3)  # most compressors reach the goal in two epochs
     goals = trained(
         {text: arm(job, compressing(text)) for text in EVERY} | {DDP: arm(job, DENSE)},
         bench.rounds(3, quick=1),

@@ -1,5 +1,5 @@
-"""What compressing costs: every compressor on a million numbers, feedback included, beside a
-copy of them; and hooks under DDP.
+"""The cost of compression: every compressor on a million numbers, with error feedback, compared
+with a copy of the numbers; and communication hooks under DDP.
 
     python benchmarks/compression.py --check --page
 
@@ -7,12 +7,12 @@ copy of them; and hooks under DDP.
 |---|---|
 | compress and extract of top_k(0.01), over `copy_` | at most 8 |
 | the same over `torch.topk` of the magnitudes | at most 1/3 |
-| forward and backward of DDP with power_sgd(1), over torch's own PowerSGD hook of rank 1 | at
-most 1 |
+| forward and backward of DDP with power_sgd(1), over torch's own PowerSGD hook of rank 1 | at most 1 |
 
-One thread, one process: a gradient is added to what waits, compressed, what was sent is taken
-out, and the payload is extracted into zeros. Under DDP: two ranks over gloo with one thread
-each, a linear layer of 1,000 by 1,000, batches of 8.
+The compressors run in one process with one thread. A gradient is added to the residual, and the sum
+is compressed. The part that is sent is subtracted from the residual, and the payload is extracted
+into zeros. Under DDP there are two ranks over gloo with one thread each, a linear layer of 1,000 by
+1,000, and batches of 8.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ COPY = "copy_"
 SORTED = "torch.topk"
 OWN = "DDP's own"
 TORCHS = "torch's PowerSGD"
-# and ours beside it
+# torch's hook -> the compressor of paragrad that is compared with it
 THEIRS = {"torch's bf16": "bf16", "torch's fp16": "fp16", TORCHS: "power_sgd(1)"}
 HOOKS = (OWN, *(name for pair in THEIRS.items() for name in pair), "top_k(0.01)")
 REPEATS = 20
@@ -121,7 +121,7 @@ def page(bench: Bench, costs: dict[str, list[float]], hooks: dict[str, list[floa
 
 
 def below(text: str) -> list[str]:
-    """The bandwidths below which it pays, for vectors of 100 MB."""
+    """Return the bandwidths below which a compressor saves time, for vectors of 100 MB."""
     from paragrad.commands.compression_break_even import measure_compression_cost, price_compression
     from paragrad.executors.machine import ASSUMED_MACHINE
     from paragrad.strategies.compressors import find_compressor
@@ -169,7 +169,7 @@ def measures() -> dict[str, Callable[[], float]]:
 
 
 def timed(step: Callable[[], Any]) -> float:
-    """Seconds of one, the median of some in a row."""
+    """Return the seconds of a step: the median of several steps in a row."""
     found = []
     for _ in range(REPEATS):
         start = time.perf_counter()
@@ -190,7 +190,7 @@ def worker(address: str) -> None:
 
     import paragrad as pg
 
-    # DDP lets none of the name bf16_compress_hook through here
+    # DDP refuses a hook of the name bf16_compress_hook here, so this one has another name
     def brain(state, bucket):  # type: ignore[no-untyped-def]
         return default_hooks.bf16_compress_hook(state, bucket)
 

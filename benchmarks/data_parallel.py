@@ -1,4 +1,4 @@
-"""Steps of data parallelism on one host: ours, DistributedDataParallel over gloo and over shm,
+"""Steps of data parallelism on one host: paragrad, DistributedDataParallel over gloo and over shm,
 and one process.
 
 | figure | bar |
@@ -12,13 +12,15 @@ and one process.
 | memory above idle ranks, h=2048, Adam, 4 ranks: data(4) / DDP | at most 0.55 |
 | memory of everything, likewise | at most 0.75 |
 
-The MLP is 784-h-h-h-10 in float32, SGD with momentum. The bound is one process with one thread
-and half the batch, the machine otherwise idle: two ranks that exchange nothing cannot be
-faster. Beside it, without a bar: two such processes that meet after every step, for what this
-machine's cores give when both are busy and wait for each other. Ours are whole trainings, timed
-by their records from step to step; DDP and the bound are loops as one would write them, over
-the same number of batches cut out of tensors in memory. Memory is the proportional set size of
-all ranks (and of our server of ranks), sampled while they train.
+The MLP is 784-h-h-h-10 in float32, with SGD and momentum.
+
+The bound is one process with one thread and half the batch, on an otherwise idle machine. Two ranks
+that exchange nothing cannot be faster. There is a figure without a bar: two such processes that
+wait for each other after every step. It shows the speed of the cores when both are busy.
+
+For paragrad, whole trainings are timed by their records from step to step. DDP and the bound are
+plain loops over the same number of batches, which are slices of tensors in memory. Memory is the
+proportional set size of all ranks (and of paragrad's fork server), sampled while they train.
 """
 
 from __future__ import annotations
@@ -98,7 +100,7 @@ class Setting:
 
     @property
     def steps(self) -> int:
-        """About half a second of them."""
+        """The number of steps that take about half a second."""
         work = self.batch * (2 * (784 + 10) * self.width + 4 * self.width**2 if self.width else 6e6)
         return max(12, min(400, int(3e10 / work)))
 
@@ -229,17 +231,17 @@ def memory(bench: Bench) -> None:
 
 
 def idle(world: object) -> None:
-    """A rank that has done nothing."""
+    """Do nothing, so that the memory of an idle rank can be measured."""
 
 
 def processes(ranks: Launcher) -> list[int]:
-    """Our ranks, and the server they are forked from."""
+    """Return the pids of paragrad's ranks and of the fork server."""
     return [*(process.pid for process in ranks.processes), get_fork_server().popen.pid]
 
 
 def peak(pids: list[int], train: Callable[[], object]) -> tuple[int, int]:
-    """(before, at most during) the training: bytes of proportional set size of some
-    processes.
+    """Train, and return the proportional set size of some processes in bytes: before the training,
+    and the largest value during it.
     """
     before = proportional(pids)
     most = before

@@ -1,11 +1,12 @@
-"""DDP's own all-reduce beside ours under a hook: one forward and backward of two ranks over
-gloo, one thread each.
+"""DDP's own all-reduce compared with those of paragrad as a communication hook: one forward and
+backward of two ranks over gloo, one thread each.
 
     python benchmarks/ddp_hook.py --json docs/figures/ddp_hook.json
 
-A perceptron of 784-512-256-10 (2.1 MB of gradients), batches of 64 a rank. All models stay up
-in the same two processes, asked in turn, in an order of each round's own; the slowest rank
-counts. A figure is the median over rounds of the ratio within a round; there are no bars.
+The model is a perceptron of 784-512-256-10 (2.1 MB of gradients), with batches of 64 per rank. All
+models stay in the same two processes. They are measured in turn, in an order of its own for each
+round. The slowest rank counts. A figure is the median over rounds of the ratio within a round.
+There are no bars.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Digests of trained parameters: did a change of the code change any training?
+"""Digests of trained parameters. They show whether a change of the code changed any training.
 
 Trains 20 small jobs under eight strategies, and the job of `make demo` under the strategies that it
-compares, with one thread per rank and a named all-reduce. Prints one SHA-256 digest per training.
+compares. Each rank has one thread, and the all-reduce is named. Prints one SHA-256 digest per
+training.
 
 usage: python benchmarks/digests.py [--json FILE] [--compare FILE] [--jobs NAME ...]
 
@@ -225,7 +226,7 @@ def use_adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
 
 
-# commits before the field existed counted steps always
+# older commits do not have this field; there a scheduler always counts steps
 COUNTS_STEPS = (
     {"scheduler_every": "step"} if "scheduler_every" in pg.Job.__dataclass_fields__ else {}
 )
@@ -292,7 +293,7 @@ JOBS = {
 
 
 def digest_of(folder: Path) -> str:
-    """SHA-256 over names, types and bytes of the trained model, in the order of the names."""
+    """Return the SHA-256 of names, types and bytes of the trained model, in the order of names."""
     digest = hashlib.sha256()
     for name, tensor in sorted(load_file(folder / "model.safetensors").items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -301,7 +302,7 @@ def digest_of(folder: Path) -> str:
 
 
 def train_digest(job: pg.Job, strategy: str) -> str:
-    """The digest of one training, or the first words of the message that refuses it."""
+    """Train, and return the digest; or "refused", or "failed" and the type of the error."""
     with tempfile.TemporaryDirectory() as runs:
         try:
             return digest_of(Path(pg.train(job, strategy, runs=runs).folder))

@@ -1,8 +1,8 @@
-"""How do runs end? Draws endings, and judges the message, the exit code and what is left behind.
+"""Random endings of runs. Checks the message, the exit code and what is left behind.
 
     python benchmarks/endings.py --check --seed 1               # 60 endings, about ten minutes
-    python benchmarks/endings.py --endings 0 --signals 40       # signals to runs that stand still
-    python benchmarks/endings.py --endings 0 --servers 20       # deaths under torchrun, by hand
+    python benchmarks/endings.py --endings 0 --signals 40       # signals to runs that hang
+    python benchmarks/endings.py --endings 0 --servers 20       # deaths of workers and servers
     python benchmarks/endings.py --seed 1 --only 17             # one ending of an earlier run
 
 | endings | what is drawn |
@@ -10,7 +10,7 @@
 | refusal | a row of docs/reference/refused.md |
 | fault | an exception in a part of the job, a nan or a wrong shape, after some steps |
 | kill | SIGKILL of a rank or of the launcher; SIGTERM or SIGINT, once or twice, at any moment |
-| signal | SIGTERM or SIGINT to a run that stands in a forward, a collective, a loader, or C code |
+| signal | SIGTERM or SIGINT to a run that hangs in a forward, a collective, a loader, or C code |
 | servers | SIGKILL of a worker or a server under torchrun, or of processes started by hand |
 
 Each ending must print one message, without frames of paragrad, and give the right exit code. It
@@ -76,7 +76,7 @@ def draw_ending(seed: int, number: int) -> Plan:
         command, message = draw.choice(read_rows())
         return Plan(number, kind, command, expected=message)
     turn = number // len(KINDS) + seed
-    # 8 strategies and 9 faults: in 72 turns each meets each
+    # 8 strategies and 9 faults: 72 turns contain every pair of them
     strategy = STRATEGIES[turn % len(STRATEGIES)] if kind == "fault" else draw.choice(STRATEGIES)
     loaders = 0 if "asp" in strategy else draw.choice((0, 0, 1))
     if kind == "fault":
@@ -144,9 +144,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main() -> None:
     bench = Bench(__doc__, add_options)
-    # commands inherit an ignored SIGINT, as jobs in the background have it, but no handler
+    # a shell lets background jobs ignore SIGINT, and commands inherit this; a handler of this
+    # program is not inherited, so commands get the default
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # close what was started
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also ends all started processes
     options = bench.options
     seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
     print(f"seed: {seed}", file=sys.stderr)

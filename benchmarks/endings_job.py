@@ -1,9 +1,11 @@
-"""The job of endings.py: a small network that fails, or stands still, as ENDING says.
+"""The job of endings.py: a small network that fails or stands still, as the variable ENDING says.
 
-ENDING, in the environment, is JSON: `step` (the global step from which it happens), `fault` (what
-fails, see FAULTS in endings.py) and `stand` (where a rank stands still, see STANDS there). Without
-`fault` and `stand` the job trains to its end. KILL_FOLDER is the folder of this ending: the file
-`armed` there says that the step was made, and `standing` that a rank stands still.
+The environment variable ENDING is JSON. `step` is the global step after which the fault can happen.
+`fault` says what fails (see FAULTS in endings.py). `stand` says where a rank stands still (see
+STANDS in endings.py). Without `fault` and `stand` the job trains to its end.
+
+KILL_FOLDER is the folder of this ending. The file `armed` there means that the step is done. The
+file `standing` means that a rank stands still.
 """
 
 import itertools
@@ -26,18 +28,18 @@ FOLDER = Path(os.environ.get("KILL_FOLDER", "nowhere"))
 
 
 def is_armed():
-    """Tell whether the step of the plan was made."""
+    """Return whether the step of the plan is done."""
     return (FOLDER / "armed").exists()
 
 
 def fail(where):
-    """Raise an exception where the plan says so."""
+    """Raise an exception if this is the place that the plan names."""
     if where == FAULT and is_armed():
         raise RuntimeError(f"planted fault in {where}")
 
 
 def stand_still():
-    """Stand still: the first process that comes here, or each of them."""
+    """Stand still for ever. For "collective" only the first process does so, otherwise each one."""
     try:
         (FOLDER / "standing").touch(exist_ok=False)
     except FileExistsError:

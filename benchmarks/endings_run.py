@@ -1,4 +1,4 @@
-"""One ending of endings.py: run a command, end it, and list what is wrong with how it ended."""
+"""One ending of endings.py: run a command, end it, and list everything that is wrong."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SOURCE = HERE.parent / "src" / "paragrad"
 END = 10.0  # seconds within which a signal or a death must have ended every process
 SETTLE = 5.0  # seconds within which the processes of a command that has ended must be gone
 COMMAND = (sys.executable, "-m", "paragrad")
-# lines for people that are notices, not the message of an ending
+# printed lines that are notices for the user, not the message of an ending
 NOTICES = re.compile(
     r"paragrad: (.* starts \d+ ranks on \d+ core|there is no data folder .* \(--data|"
     r"the run ends after this step, and saves it|the comparison ends)"
@@ -33,28 +33,28 @@ NOISE = re.compile(
     r"^\[rank\d+\]:|terminate called",
     re.MULTILINE,
 )
-# what a process may say of another that was killed
+# words by which a message can say that another process was killed
 DEATH = r"(killed|died|dead|ended|gone|lost|exited|closed|SIGKILL)"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """An ending that was drawn.
+    """A random ending.
 
     Attributes:
         number: Its number; with the seed it gives the same plan again.
 
         kind: refusal, fault, kill, signal or servers.
 
-        what: The command of a refusal; what fails; who is killed; the signal.
+        what: The command of a refusal; the part that fails; the process to kill; or the signal.
 
         strategy: The strategy, or an empty text.
 
         expected: A text that must be printed, or an empty text.
 
-        step: The step after which it happens; 0: counted from the start of the command.
+        step: The step after which the ending happens; 0 for the start of the command.
 
-        delay: The seconds from there to the signal.
+        delay: The seconds from this step, or from the start, to the signal.
 
         signals: The signals, sent one after another.
 
@@ -85,12 +85,12 @@ class Plan:
 
     @property
     def fault(self) -> str:
-        """What fails in the job."""
+        """The part of the job that fails, or an empty text."""
         return self.what if self.kind == "fault" else ""
 
     @property
     def environment(self) -> dict[str, str]:
-        """The plan, for the job."""
+        """The environment variables that give the plan to the job."""
         plan = {"step": self.step, "fault": self.fault, "stand": self.stand}
         return {"ENDING": json.dumps(plan), "OMP_NUM_THREADS": "1"}
 
@@ -113,7 +113,7 @@ class Ending:
 
         seconds: From the signal to the end of the last process; 0.0 without a signal.
 
-        wrong: What is wrong, one sentence each.
+        wrong: A sentence for each thing that is wrong.
 
         printed: The end of what was printed, if something is wrong.
     """
@@ -171,7 +171,7 @@ def run_plan(plan: Plan) -> Ending:
 
 
 def list_unused(names: set[str]) -> list[str]:
-    """Return those entries of /dev/shm that no process has open: the others are of other runs."""
+    """Return the entries of /dev/shm that no process has open. Open ones belong to other runs."""
     used = ""
     for maps in Path("/proc").glob("[0-9]*/maps") if names else ():
         with contextlib.suppress(OSError):
@@ -204,7 +204,7 @@ def run_command(plan: Plan, here: Here, runs: Path, ending: Ending) -> None:
         left = here.gone(SETTLE)
         if plan.signals and not ending.wrong:
             ending.seconds = time.monotonic() - began
-            if ending.seconds > END and plan.what != "rank":  # without a rank some runs go on
+            if ending.seconds > END and plan.what != "rank":  # some runs continue without a rank
                 ending.wrong.append(f"it took {ending.seconds:.1f} s to the end")
         if left:
             ending.wrong.append(f"{len(left)} process(es) {SETTLE:g} s after the command's end")
@@ -262,7 +262,9 @@ def find_rank(plan: Plan, running: subprocess.Popen[bytes]) -> int | None:
 
 
 def leads_group(pid: int) -> bool:
-    """Tell ranks, which have groups of their own, from what the fork server tries out."""
+    """Return whether a process leads a process group. Ranks do; processes in which the fork server
+    tries something do not.
+    """
     with contextlib.suppress(ProcessLookupError):
         return os.getpgid(pid) == pid
     return False
@@ -280,12 +282,12 @@ def read_children() -> dict[int, list[int]]:
 
 # ---- judgement -------------------------------------------------------------------------------
 def list_codes(plan: Plan, sent: bool, finished: bool) -> tuple[int, ...]:
-    """Return the right exit codes, by docs/reference/launching.md and exit_codes.py."""
+    """Return the right exit codes according to docs/reference/launching.md and exit_codes.py."""
     if plan.kind == "refusal":
         return (2,)
     if plan.kind == "fault":
         return (1,)
-    if not sent:  # the run came to its end before
+    if not sent:  # the run ended before the signal
         return (0,)
     if plan.signals == ("SIGKILL",):
         if plan.what == "launcher":
@@ -306,7 +308,9 @@ def judge_code(plan: Plan, ending: Ending, sent: bool, finished: bool) -> None:
 
 
 def judge_output(plan: Plan, ending: Ending, printed: str, sent: bool) -> None:
-    """Is there one message at the end, with what it must say, and nothing else?"""
+    """Check that the output ends with one message, that it has the expected text, and that there is
+    nothing else.
+    """
     lines = printed.splitlines()
     messages = [
         number
@@ -335,9 +339,9 @@ def judge_output(plan: Plan, ending: Ending, printed: str, sent: bool) -> None:
         ending.wrong.append(f"noise: {noise[0]!r}")
 
 
-# ---- ranks that a launcher started, or a person ----------------------------------------------
+# ---- ranks that were started by torchrun, or by hand -----------------------------------------
 def run_servers(plan: Plan, here: Here, runs: Path, ending: Ending) -> None:
-    """Kill a worker or a server; every other process must end soon, and name what died."""
+    """Kill a worker or a server. All other processes must end soon, and name the one that died."""
     workers, servers = int(plan.strategy[7]), 2 if "servers=2" in plan.strategy else 1
     size = workers + servers
     victim = plan.target % size
@@ -388,7 +392,7 @@ def run_servers(plan: Plan, here: Here, runs: Path, ending: Ending) -> None:
 
 
 def list_environments(size: int) -> list[dict[str, str]]:
-    """Return the variables of ranks that a person starts."""
+    """Return the environment variables of ranks that are started by hand."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

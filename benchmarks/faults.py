@@ -1,29 +1,27 @@
-"""Workers and servers that are killed, or stopped for longer than the limit, or join, at random
-moments of a training.
+"""Workers and servers that are killed, or stopped for longer than the limit, or that join, at
+random moments of a training.
 
-    python benchmarks/faults.py --check --data DIR python benchmarks/faults.py --check --page
-    --data DIR       # the same, written into docs/results/stragglers.md
+    python benchmarks/faults.py --check --data DIR
+    # the same, written into docs/results/stragglers.md
+    python benchmarks/faults.py --check --page --data DIR
 
 | figure | bar |
 |---|---|
-| runs that did not end: 60 under asp and ssp with workers killed, stopped or joining, 20 with a
-server killed | at most 0 |
-| samples, over all servers and runs, that were neither applied nor counted as lost, or both |
-at most 0 |
-| points of accuracy below undisturbed runs, of those with workers killed, stopped or joining,
-means | at most 0.5 |
+| runs that did not end: 60 under asp and ssp with workers killed, stopped or joining, 20 with a server killed | at most 0 |
+| samples, over all servers and runs, that were neither applied nor counted as lost, or both | at most 0 |
+| points of accuracy below undisturbed runs, of those with workers killed, stopped or joining, means | at most 0.5 |
 | updates that a death of a server lost, the most | at most 100: a snapshot is made so often |
 | seconds without a step of any worker in runs whose server was killed, the most | at most 5 |
-| workers that joined and did not end: with the training, or by themselves where they missed its
-end | at most 0 |
+| workers that joined and did not end: with the training, or by themselves where they missed its end | at most 0 |
 | processes and folders left over | at most 0 |
-| under bsp, anybody killed: parameters after 200 steps, away from serial's, the farthest
-(float64) | at most 1e-10 |
+| under bsp, anybody killed: parameters after 200 steps, away from serial's, the farthest (float64) | at most 1e-10 |
 
-mnist-mlp, one epoch a run (200 steps under bsp). What happens to whom, and when, is drawn by
-the run's number. A worker that died is replaced. Where workers join they do so over TCP, by the
-command, up to three at a time; of those that are there one is killed, stopped or asked to leave
-now and then, and of the training's own one is killed.
+Each run trains mnist-mlp for one epoch (200 steps under bsp). The number of the run is the seed of
+all random choices: which process is disturbed, how, and when. A worker that died is replaced.
+
+In runs with joining workers, workers join over TCP with the command `paragrad join`, up to three at
+a time. Now and then, one of the joined workers is killed, stopped or asked to leave, or one of the
+training's own workers is killed.
 """
 
 from __future__ import annotations
@@ -64,18 +62,18 @@ BSP = "server(4, servers=2)"
 KINDS = dict.fromkeys(
     ("worker killed", "worker stopped", "workers joining", "server killed"), ("asp", "ssp(4)")
 )
-LIMIT = 2.0  # seconds for a worker's ticket, where one is stopped
+LIMIT = 2.0  # seconds that a worker may need for a ticket, in runs that stop workers
 PAGE = DOCS / "results" / "stragglers.md"
 RESULTS = FIGURES / "faults.json"
-GUESTS = 3  # that are there at a time
-PACE = 0.1  # seconds of a share where workers join: time for them to be there
-ALONE = 10  # seconds without an answer after which one that joined ends
+GUESTS = 3  # joined workers at the same time
+PACE = 0.1  # seconds per share in runs with joining workers, so that there is time to join
+ALONE = 10  # seconds without an answer after which a joined worker ends
 _started: list[tuple[int, RankProcess]] = []
 _joined: list[subprocess.Popen[bytes]] = []
 
 
 class Watched(process_pool.ProcessPool):
-    """Remembers whom it started."""
+    """A process pool that records which processes it started."""
 
     def start_task(
         self, number: int, function: Callable[..., Any], *arguments: Any, **place: Any
@@ -85,8 +83,9 @@ class Watched(process_pool.ProcessPool):
 
 
 class Open(queue_coordinator.QueueCoordinator):
-    """Remembers where others join. limit: seconds for a ticket, where it is not that of
-    sockets.
+    """A queue coordinator that records the address at which workers can join.
+
+    limit: seconds for a ticket; 0 for the limit of the sockets.
     """
 
     address = ""
@@ -104,8 +103,10 @@ class Open(queue_coordinator.QueueCoordinator):
 
 
 def visit(seed: int, data: str, keys: Path, draws: random.Random, over: threading.Event) -> None:
-    """Until it is over: others join, are killed, stopped, asked to leave, every second or two;
-    or one of the training's own is killed.
+    """Make one change every second or two until the training is over.
+
+    A worker joins, or a joined worker is killed, stopped or asked to leave, or one of the
+    training's own workers is killed.
     """
     words = [
         sys.executable,
@@ -156,8 +157,9 @@ def visit(seed: int, data: str, keys: Path, draws: random.Random, over: threadin
 def disturb(
     kind: str, workers: int, servers: int, draws: random.Random, over: threading.Event
 ) -> None:
-    """Until it is over: a victim every one to three seconds; of servers three at most, each of
-    which loses updates.
+    """Kill or stop a process every one to three seconds until the training is over.
+
+    At most three servers are killed, because each death of a server loses updates.
     """
     victims = 3 if kind.startswith("server") else 1000
     while victims and not over.wait(draws.uniform(1.0, 3.0)):
@@ -181,7 +183,7 @@ def disturb(
 
 
 def trained(text: str, seed: int, data: str, folder: str, kind: str | None) -> dict[str, Any]:
-    """One run: what its record says of it."""
+    """Train once, with disturbances of a kind, and return numbers from the record of the run."""
     job = pg.job("mnist-mlp").replace(epochs=1, seed=seed)
     chosen = pg.strategy(text)
     over = threading.Event()
@@ -237,7 +239,7 @@ def trained(text: str, seed: int, data: str, folder: str, kind: str | None) -> d
 
 
 def stays(joiner: subprocess.Popen[bytes]) -> bool:
-    """Does one that joined outlive its training by more than it may?"""
+    """Return whether a joined worker runs for too long after the end of its training."""
     try:
         joiner.wait(6 * ALONE)
         return False
@@ -248,8 +250,9 @@ def stays(joiner: subprocess.Popen[bytes]) -> bool:
 
 
 def apart(seed: int, data: str, folder: str) -> dict[str, Any]:
-    """Under bsp, six killed, one every one to three seconds: how far parameters are from
-    serial's after 200 steps.
+    """Train 200 steps under bsp while six processes are killed, one every one to three seconds.
+
+    Return how far the parameters are from serial's.
     """
     job = pg.job("mnist-mlp").replace(
         epochs=1, seed=seed, dtype=torch.float64, test=None, metric=None
@@ -289,7 +292,7 @@ def apart(seed: int, data: str, folder: str) -> dict[str, Any]:
 
 
 def under_bsp(bench: Bench, folder: str, rounds: int) -> str:
-    """Its figure, and its sentence."""
+    """Add the figure for bsp, and return the sentence for the page."""
     found = []
     for seed in range(rounds):
         found.append(apart(seed, bench.options.data, folder))
@@ -308,7 +311,7 @@ def under_bsp(bench: Bench, folder: str, rounds: int) -> str:
 
 
 def left_over() -> int:
-    """Ranks that still run under this process, and what trainings of it left in its folder."""
+    """Count the ranks that still run below this process, and what its trainings left in its folder."""
     processes = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
     ranks = [
         child

@@ -1,19 +1,19 @@
-"""Federated averaging on label-skewed digits: rounds to 95 %, over how skewed clients are and
-how many of them take part.
+"""Federated averaging on label-skewed digits: the number of rounds to 95 % accuracy. It depends on
+how skewed the data of clients are, and on how many clients take part in a round.
 
-    python benchmarks/federated.py --check --data DIR python benchmarks/federated.py --check
-    --page --data DIR        # the same, written into docs/results/federated.md
+    python benchmarks/federated.py --check --data DIR
+    # the same, written into docs/results/federated.md
+    python benchmarks/federated.py --check --page --data DIR
 
 | figure | bar |
 |---|---|
 | bytes that crossed beside weights, counts and what tests add up | at most 0 |
 | samples of the clients of a round that were missed, or used twice | at most 0 |
-| rounds to 95 % with half of the clients over rounds with a tenth of them, evenly divided | at
-most 1.05 |
+| rounds to 95 % with half of the clients over rounds with a tenth of them, evenly divided | at most 1.05 |
 
-mnist-mlp with plain SGD at a rate of 0.1 in batches of 20, 100 clients of 600 samples, an epoch
-of each in a round, three seeds. A run that does not come to 95 % within 200 rounds is told as
-such. --quick: one seed, 30 rounds.
+mnist-mlp is trained with plain SGD at a rate of 0.1 in batches of 20. There are 100 clients of 600
+samples, and three seeds. In a round, each client trains for one epoch. If a run does not reach 95 %
+within 200 rounds, the table says so. --quick uses one seed and 30 rounds.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def job(seed: int) -> pg.Job:
 def trained(
     split: str, fraction: float, seed: int, rounds: int, workers: int, data: str | None, folder: str
 ) -> dict[str, Any]:
-    """One run: what its record says of it."""
+    """Train once, and return numbers from the record of the run."""
     text = f"federated({workers}, clients=100, fraction={fraction}, rounds={rounds}, split={split})"
     run = pg.train(job(seed), text, runs=folder, data=data, until=f"accuracy={GOAL:g}")
     record = Record(run.folder, spans=False)
@@ -75,7 +75,7 @@ def trained(
 
 
 def told(bench: Bench) -> str:
-    """The table of the page."""
+    """Return the table of the page."""
     found = bench.measured["runs"]
 
     def cell(split: str, fraction: float) -> str:

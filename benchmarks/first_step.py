@@ -1,22 +1,21 @@
-"""What proving the first step costs, what keyed random draws cost, and that later steps cost
-what they did.
+"""The cost of the first-step check and of keyed random draws; and whether later steps are as fast
+as in another commit.
 
 | figure | bar |
 |---|---|
-| time added before the first update under data(2), in serial steps of one thread: every job |
-at most 1.5 |
-| step with keyed draws / with torch's own, three layers with dropout: 256 features | at most
-1.10 |
+| time added before the first update under data(2), in serial steps of one thread: every job | at most 1.5 |
+| step with keyed draws / with torch's own, three layers with dropout: 256 features | at most 1.10 |
 | ... 1,024 features | at most 1.03 |
-| with --against: a step's time / that of the other checkout: every job and strategy | at most
-1.03, or its spread |
+| with --against: a step's time / that of the other checkout: every job and strategy | at most 1.03, or its spread |
 
-Time added is all that a training takes from its call to its first update (the door, and the
-ranks' first step), less what it takes with skip_first_step_check=True; with --against DIR, a checkout of
-another commit, less what it takes there, so that the door counts too. Everything is measured in
-processes that take turns; in each, the first training warms up. The spread is the largest ratio
-of a round of the other checkout to their median, or the reverse. GPT-2 draws, so its steps are
-not compared.
+The time of a training from its call to its first update consists of the validation before the ranks
+start, and of the ranks' first step. "Time added" is this time minus the same time with
+skip_first_step_check=True. With --against DIR, a checkout of another commit, it is this time minus
+the time of that checkout. Then it includes the validation.
+
+Everything is measured in processes that take turns. In each process, the first training is warm-up.
+The spread is the largest ratio of a round of the other checkout to the median of its rounds, or the
+reverse. GPT-2 has dropout, whose random draws differ, so its steps are not compared.
 """
 
 from __future__ import annotations
@@ -51,9 +50,9 @@ from paragrad.trainer.trainer import Trainer
 from paragrad.validation.validate import validate_run
 
 JOBS = ("digits", "mnist-mlp", "mnist-cnn", "gpt2 of 4 layers")
-REPEATS = 5  # first steps in one process, of which the median counts
-STEPS = 60  # of a training whose steps are timed
-# GPT-2 is transformers', of the group `zoo`
+REPEATS = 5  # first steps in one process; their median counts
+STEPS = 60  # steps of a training whose steps are timed
+# GPT-2 comes from the package transformers, in the dependency group `zoo`
 ZOO = Path(__file__).parent.parent / "tests" / "zoo"
 STRATEGIES = ("serial(threads=1)", "data(2)")
 
@@ -68,8 +67,8 @@ def gpt2() -> nn.Module:
 
 
 def job(name: str, data: str | None = None) -> pg.Job:
-    """mnist's with 1,024 samples in memory: reading the files would take ten times what is
-    measured.
+    """Return a job by its name. Jobs of MNIST have 1,024 samples in memory, because reading the
+    files would take ten times as long as the measured time.
     """
     if name.startswith("mnist"):
         made = pg.job(name)
@@ -86,7 +85,7 @@ def job(name: str, data: str | None = None) -> pg.Job:
         def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
             return {"input_ids": tokens[index], "labels": tokens[index]}
 
-    # the same mean for both checkouts: every label counts
+    # a plain mean over all labels, which is the same in both checkouts
     def loss(output: Any, batch: Any) -> Any:
         return functional.cross_entropy(
             output.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
@@ -104,8 +103,8 @@ def job(name: str, data: str | None = None) -> pg.Job:
 
 
 def measured(data: str | None, quick: bool) -> dict[str, Any]:
-    """By job: seconds from the call to the first update, checked and not, and of later steps,
-    by strategy.
+    """Measure each job, and return its seconds: from the call to the first update, with and without
+    the check, and of later steps under each strategy.
     """
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder, Launcher(2) as ranks:
@@ -142,7 +141,7 @@ def measured(data: str | None, quick: bool) -> dict[str, Any]:
 
 
 def asked(source: Path, data: str | None, quick: bool) -> dict[str, Any]:
-    """The same in a process of its own, by the code of a checkout."""
+    """Run `measured` in a separate process, with the code of a checkout."""
     words = [
         sys.executable,
         __file__,
@@ -163,7 +162,9 @@ def asked(source: Path, data: str | None, quick: bool) -> dict[str, Any]:
 
 
 def drawing(features: int) -> tuple[Callable[[], float], Callable[[], float]]:
-    """Measures of a serial step with keyed draws and with torch's own, in milliseconds."""
+    """Return two functions that measure a serial step in milliseconds: with keyed draws, and with
+    torch's own.
+    """
     layers = [
         nn.Sequential(nn.Linear(features, features), nn.ReLU(), nn.Dropout(0.1)) for _ in range(3)
     ]

@@ -1,22 +1,25 @@
-"""A cluster on one machine: hosts that have nothing in common but a network, whose links carry
-what they are told to.
+"""A simulated cluster on one machine: separate hosts that share only a network, whose links have a
+given rate.
 
     with hosts(4, megabits=200) as cluster:
-        print(cluster.run(["own.py"], ranks=2))             # torchrun --nnodes 4
-        --nproc-per-node 2 own.py, on every host
+        # on every host: torchrun --nnodes 4 --nproc-per-node 2 own.py
+        print(cluster.run(["own.py"], ranks=2))
 
-A host is a set of namespaces of Linux: its own network, processes, name, /etc/hosts and
-/dev/shm; files are the machine's. It has its part of the machine's cores, or shares one where
-there are more hosts than cores. Its interface eth0 is one end of a veth pair, the other end is
-a port of a bridge, and both ends let no more through than `megabits` (token buckets, `tc ...
-tbf`): the one limits what the host sends, the other what it receives. Needs root and iproute2.
+A host is a set of Linux namespaces: its own network, processes, name, /etc/hosts and /dev/shm. All
+hosts use the files of the machine. Each host has a part of the cores of the machine. If there are
+more hosts than cores, hosts share a core.
 
-No namespace has a name and the bridge is in one of its own, so that nothing here can meet what
-the machine has: no route, no interface, no port, no other cluster. A process holds each of them
-while its standard input is open. As that closes, which it does also when we are killed, the
-system kills what runs inside and removes the rest.
+The interface eth0 of a host is one end of a veth pair. The other end is a port of a bridge. Both
+ends limit the rate to `megabits` (token buckets, `tc ... tbf`). One limits what the host sends, the
+other limits what it receives. This needs root and iproute2.
 
-Run as a command it looks whether the links keep what they promise, in payload over the limit:
+No namespace has a name, and the bridge has a namespace of its own. So the cluster cannot conflict
+with routes, interfaces, ports or other clusters of the machine. One process keeps each namespace
+alive while its standard input is open. The standard input closes at the end, also if this program
+is killed. Then the system kills the processes in the namespace and removes everything else.
+
+If this file runs as a command, it checks whether the links reach their rate. The figures are the
+payload over the limit:
 
 | figure                                                                                        | bar                        |
 |-----------------------------------------------------------------------------------------------|----------------------------|
@@ -48,10 +51,10 @@ from common import Bench
 from paragrad.errors import Refused
 
 INTERFACE = "eth0"  # every host's link to the others
-# where the ranks meet, on the first host: its ports are its own, so any is free
+# the port of the rendezvous on the first host; a host has its own ports, so every port is free
 PORT = 29500
-MOST = 250  # hosts of 10.0.0.0/24
-# seconds for a step of setting up or tearing down, which take some hundredths
+MOST = 250  # hosts in the network 10.0.0.0/24
+# seconds; a step of building or removing the cluster usually takes some hundredths of a second
 LIMIT = 30.0
 PROGRAMS = {
     "ip": "iproute2",
@@ -63,40 +66,41 @@ PROGRAMS = {
     "unshare": "util-linux",
 }
 
-# bytes of the largest piece that TCP hands to a link; usual are 65536
+# bytes of the largest piece that TCP gives to a link; the default is 65536
 SEGMENT = "16384"
-# what the bucket holds: two pieces, or what flows in while the system is late is lost
+# size of the token bucket: two pieces; a smaller bucket overflows while the system is late
 BURST = "32kb"
-# what may wait at a link before it drops: more than the windows of all connections together
+# what may wait at a link before it drops packets: more than the windows of all connections
 QUEUE = "64mb"
-SETTINGS = {  # of each host's TCP
-    # a rank that computed for a while would begin slowly again
+SETTINGS = {  # of the TCP of each host
+    # otherwise a connection sends slowly again after its rank has computed for a while
     "ipv4/tcp_slow_start_after_idle": "0",
-    # nor should a connection depend on those before it
+    # a connection must not depend on the connections before it
     "ipv4/tcp_no_metrics_save": "1",
-    # whatever this machine prefers: one that every kernel has, and lets us choose
+    # independent of the default of this machine: every kernel has reno and lets us choose it
     "ipv4/tcp_congestion_control": "reno",
-    # windows all of a size: left to itself each grows with its history, and of two ranks that
-    # exchange, whoever has the smaller one sends more slowly (its acknowledgements stand behind
-    # the other's data). Seven of these wait for less than the 200 ms after which TCP takes a
-    # message for lost, and begins slowly again. What a window lets through needs more memory
-    # than its bytes where messages are small, so a buffer may grow beyond: a rank that computes
-    # and does not read would lose some
+    # All windows have the same size. By default, a window grows with its history. Then, of two
+    # ranks that exchange, the one with the smaller window sends more slowly, because its
+    # acknowledgements wait behind the data of the other. With seven windows of this size, data
+    # waits for less than 200 ms. After 200 ms, TCP assumes that a message is lost, and sends
+    # slowly again. Small messages need more memory than their bytes, so a buffer may grow beyond
+    # its window. Otherwise a rank that computes and does not read would lose messages
     "ipv4/tcp_moderate_rcvbuf": "0",
     "ipv4/tcp_rmem": "4096 262144 6291456",
     "ipv4/tcp_wmem": "4096 262144 262144",
     "ipv6/conf/all/disable_ipv6": "1",
 }
-DEVICES = "mount -t sysfs sysfs /sys\n"  # those of its own network
-# the kernel's name for packets that came before one sent earlier
+DEVICES = "mount -t sysfs sysfs /sys\n"  # the devices of the host's own network
+# the kernel's counter of packets that arrived before a packet that was sent earlier
 OVERTAKEN = "TcpExtTCPOFOQueue"
-# and for those that a host dropped, as its buffer was full
+# the kernel's counter of packets that a host dropped because its buffer was full
 NO_ROOM = "TcpExtTCPRcvQDrop"
 
 
 class HostFailed(RuntimeError):
-    """Programs on hosts failed or did not end. hosts: the names of those that failed, the first
-    to fail first.
+    """Programs on hosts failed or did not end.
+
+    hosts: the names of the hosts whose programs failed, in the order of the failures.
     """
 
     def __init__(self, message: str, hosts: Sequence[str]) -> None:
@@ -106,8 +110,8 @@ class HostFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Host:
-    """One host: its name and address, its part of the machine's cores, and the process that
-    holds its namespaces.
+    """One host: its name, address and cores, and the pid of the process that keeps its namespaces
+    alive.
     """
 
     name: str
@@ -116,10 +120,11 @@ class Host:
     holder: int
 
     def inside(self, words: Sequence[str], folder: str | Path = ".") -> list[str]:
-        """The command that runs `words` on this host, in a folder of the machine.
+        """Return the command that runs `words` on this host, in a folder of the machine.
 
-        The folder is entered from inside: one that was opened outside is on another mount, and
-        no file can be renamed from a relative path there to an absolute one.
+        The command enters the folder inside the host's namespaces. A folder that was opened outside
+        belongs to another mount. Then a file cannot be renamed from a relative path in the folder
+        to an absolute path.
         """
         kinds = {"net": "net", "uts": "uts", "mount": "mnt", "pid": "pid_for_children"}
         return [
@@ -136,8 +141,9 @@ class Host:
 
 @dataclass
 class Program:
-    """What was started on a host. Its output goes to files without a name, which no amount of
-    it can fill up.
+    """A program that was started on a host.
+
+    Its output goes to unnamed files, because a pipe could become full and stop the program.
     """
 
     host: Host
@@ -146,7 +152,7 @@ class Program:
     complaints: IO[bytes] = field(repr=False)
 
     def said(self) -> tuple[str, str]:
-        """Standard output and standard error so far."""
+        """Return standard output and standard error so far."""
         texts = []
         for file in (self.output, self.complaints):
             file.seek(0)
@@ -155,7 +161,9 @@ class Program:
 
 
 class Cluster:
-    """Hosts joined by a switch. Made by `hosts`, which also ends whatever is started here."""
+    """Hosts that a switch connects. `hosts` makes it, and at the end stops all programs that were
+    started on it.
+    """
 
     def __init__(self, members: Sequence[Host], switch: int, programs: list[Program]) -> None:
         self.hosts = list(members)
@@ -170,8 +178,9 @@ class Cluster:
         folder: str | Path = ".",
         environment: Mapping[str, str | None] | None = None,
     ) -> Program:
-        """Start a command on one host and do not wait for it. environment: changes to ours;
-        None unsets.
+        """Start a command on one host and do not wait for it.
+
+        environment: changes to this program's environment; None removes a variable.
         """
         ours = {
             **os.environ,
@@ -229,8 +238,9 @@ class Cluster:
         ]
 
     def finished(self, programs: Sequence[Program], timeout: float = 60.0) -> list[str]:
-        """Wait for programs; what each printed. Raises HostFailed where one fails, or is not
-        done after so many seconds.
+        """Wait for programs, and return the output of each.
+
+        Raises HostFailed if a program fails, or is not done after `timeout` seconds.
         """
         ended = _ended(programs, time.monotonic() + timeout)
         failed = [program for program in ended if program.process.returncode]
@@ -256,14 +266,17 @@ class Cluster:
         environment: Mapping[str, str | None] | None = None,
         timeout: float = 60.0,
     ) -> list[str]:
-        """`torchrun` on every host, to its end: what each host printed. Raises HostFailed."""
+        """Run `torchrun` on every host, wait for the end, and return the output of each host.
+
+        Raises HostFailed.
+        """
         return self.finished(
             self.torchrun(words, ranks, folder=folder, environment=environment), timeout
         )
 
     def faults(self) -> dict[str, int]:
-        """What a good cable does not do, so far: packets that a limited link or a host dropped,
-        and that came out of order.
+        """Return the faults of the network so far: how many packets a limited link or a host
+        dropped, and how many arrived out of order. A good cable has none.
         """
         ends = [host.inside(["tc", "-s", "qdisc", "show", "dev", INTERFACE]) for host in self.hosts]
         ends.append(["nsenter", f"--net=/proc/{self._switch}/ns/net", "tc", "-s", "qdisc", "show"])
@@ -282,16 +295,16 @@ class Cluster:
 
 @contextmanager
 def hosts(count: int, megabits: float | None = None) -> Iterator[Cluster]:
-    """`count` hosts, host0 (10.0.0.1) and so on, whose links carry `megabits` per second each
-    way (None: what they can).
+    """Make `count` hosts: host0 (10.0.0.1) and so on. Their links carry `megabits` per second in
+    each direction (None: no limit).
 
-    At the end, however it comes, nothing is left: no process, interface, namespace, file.
-    Raises Refused where the machine cannot have them, with what it lacks.
+    At the end, also after an error, no process, interface, namespace or file remains.
+    Raises Refused if the machine cannot have such hosts; the message says what is missing.
     """
     check(count, megabits)
     programs: list[Program] = []
     with ExitStack() as stack:
-        # last: by then the system has killed what ran on the hosts
+        # this runs last: by then the system has killed all processes of the hosts
         stack.callback(_reap, programs)
         switch = stack.enter_context(_held(["--net", "--mount"], DEVICES))
         on_switch = ["nsenter", f"--net=/proc/{switch}/ns/net", f"--mount=/proc/{switch}/ns/mnt"]
@@ -306,7 +319,7 @@ def hosts(count: int, megabits: float | None = None) -> Iterator[Cluster]:
         cores = sorted(os.sched_getaffinity(0))
         for number, (name, address) in enumerate(addresses.items()):
             kinds = ["--net", "--uts", "--mount", "--pid", "--mount-proc"]
-            # one where there are more hosts than cores: they share it
+            # if there are more hosts than cores, each has one core and shares it
             mine = tuple(cores[number % len(cores) :: count])
             members.append(
                 Host(
@@ -321,8 +334,9 @@ def hosts(count: int, megabits: float | None = None) -> Iterator[Cluster]:
 
 
 def check(count: int = 1, megabits: float | None = None) -> None:
-    """Refuse what cannot be, with the repair; the kernel is asked only as the hosts are made.
-    Raises Refused.
+    """Check whether this machine can have such hosts. Raises Refused, with the repair, if not.
+
+    Missing features of the kernel are found only while the hosts are made.
     """
     if not 1 <= count <= MOST:
         raise Refused(f"hosts({count}): give from 1 to {MOST} hosts")
@@ -344,8 +358,8 @@ def check(count: int = 1, megabits: float | None = None) -> None:
 
 
 def _prepared(name: str, addresses: Mapping[str, str]) -> str:
-    """The shell script by which a host becomes one: name, names of the others, memory,
-    loopback, TCP.
+    """Return the shell script that sets up a host: its name, the names of the other hosts, shared
+    memory, loopback and TCP.
     """
     names = "".join(f"{address} {other}\n" for other, address in addresses.items())
     settings = "".join(
@@ -360,13 +374,13 @@ def _prepared(name: str, addresses: Mapping[str, str]) -> str:
 
 
 def _plugged(host: Host, on_switch: list[str], port: str, megabits: float | None) -> None:
-    """Join a host to the switch by a cable that is limited at both ends, and on which no packet
-    overtakes another.
+    """Connect a host to the switch by a cable that is limited at both ends and keeps the order of
+    packets.
 
-    Left to itself the kernel hands on each packet by a queue of the core that sent it; where a
-    device's packets are sent by two cores, those of one overtake the other's, TCP takes that
-    for loss and sends half as fast for a while (an exchange of 4 MB at 100 Mbit/s then took up
-    to 1.07 s instead of 0.62). So one core takes in all that comes by one end.
+    By default, the kernel puts each packet into a queue of the core that sent it. If two cores send
+    packets of one device, packets of one core can overtake those of the other. TCP assumes that
+    packets were lost, and sends half as fast for a while. An exchange of 4 MB at 100 Mbit/s then
+    took up to 1.07 s instead of 0.62. Therefore one core receives all packets of one end.
     """
     _made(
         "a veth pair",
@@ -392,7 +406,7 @@ def _plugged(host: Host, on_switch: list[str], port: str, megabits: float | None
     for words, device in ((on_switch, port), (host.inside([]), INTERFACE)):
         core = f"{1 << host.cores[0] % 32:x}" + ",00000000" * (host.cores[0] // 32)
         file = f"/sys/class/net/{device}/queues/rx-0/rps_cpus"
-        # not where there is only one core
+        # the file does not exist if there is only one core
         _done([*words, "sh", "-ec", f"if [ -e {file} ]; then echo {core} > {file}; fi"])
     if megabits is not None:
         for words in (
@@ -418,8 +432,9 @@ def _plugged(host: Host, on_switch: list[str], port: str, megabits: float | None
 
 @contextmanager
 def _held(kinds: Sequence[str], script: str) -> Iterator[int]:
-    """New namespaces, prepared by a shell script: the process that holds them, until its
-    standard input is closed.
+    """Make new namespaces, and set them up by a shell script.
+
+    Yields the pid of the process that keeps them alive until its standard input is closed.
     """
     process = subprocess.Popen(
         ["unshare", *kinds, "--fork", "--kill-child", "sh", "-ec", f"{script}echo ready\nexec cat"],
@@ -446,7 +461,7 @@ def _held(kinds: Sequence[str], script: str) -> Iterator[int]:
     finally:
         process.stdin.close()
         try:
-            # the holder is the first process of its host: it is gone when all others are
+            # this process is the first one of its host: it ends after all others have ended
             process.wait(LIMIT)
         except subprocess.TimeoutExpired:
             process.kill()
@@ -463,7 +478,7 @@ def _reap(programs: Sequence[Program]) -> None:
 
 
 def _ended(programs: Sequence[Program], deadline: float) -> list[Program]:
-    """The programs that ended before the deadline, in the order in which they did."""
+    """Return the programs that ended before the deadline, in the order in which they ended."""
     ended: list[Program] = []
     with ExitStack() as stack:
         waiting = stack.enter_context(selectors.DefaultSelector())
@@ -492,7 +507,7 @@ def _done(words: Sequence[str]) -> str:
 
 
 def _made(what: str, option: str, words: Sequence[str]) -> None:
-    """Run a command that makes something which not every kernel has."""
+    """Run a command that makes something that some kernels do not have."""
     try:
         _done(words)
     except RuntimeError as error:
@@ -500,8 +515,8 @@ def _made(what: str, option: str, words: Sequence[str]) -> None:
 
 
 def _lacking(what: str, option: str, told: str) -> Exception:
-    """What to raise where the kernel made no such thing: Refused where it cannot, or may not,
-    make any.
+    """Return the exception to raise if the kernel did not make it: Refused if the kernel cannot or
+    may not, otherwise a RuntimeError.
     """
     if re.search(
         "not permitted|not supported|denied|unknown|invalid argument", told, re.IGNORECASE
@@ -514,7 +529,7 @@ def _lacking(what: str, option: str, told: str) -> Exception:
     return RuntimeError(f"{what}: {told.strip()}")
 
 
-# --- do the links keep what they promise? ---
+# --- do the links reach their rate? ---
 
 PATTERNS = {
     "one to one": [(0, 1)],
@@ -525,8 +540,9 @@ PATTERNS = {
 
 
 def measure(size: int, rounds: int) -> None:
-    """On every host: how many seconds each pattern of messages of `size` bytes takes, and an
-    all_reduce; told by rank 0.
+    """Measure the seconds of an all_reduce, and of each pattern of messages of `size` bytes.
+
+    This runs on every host, and rank 0 prints the results.
     """
     import torch
     import torch.distributed as dist
@@ -553,7 +569,7 @@ def measure(size: int, rounds: int) -> None:
     exchanges = {name: partial(messages, pairs) for name, pairs in PATTERNS.items()}
     exchanges["all_reduce"] = lambda: dist.all_reduce(mine)
     for exchange in exchanges.values():
-        # connections are made, and their windows opened
+        # not timed: this makes connections and opens their windows
         exchange()
     found = {
         name: [seconds(exchange) for _ in range(rounds)] for name, exchange in exchanges.items()
@@ -594,7 +610,7 @@ def main() -> None:
         found = json.loads(cluster.run(words, timeout=600.0)[0])
         for name, fault in cluster.faults().items():
             bench.figure(name, fault, at_most=0)
-    # by the busiest link
+    # bytes that the busiest link carries
     carried = {name: size * (2 if name in ("one to two", "two to one") else 1) for name in PATTERNS}
     carried["all_reduce"] = 2 * size * (count - 1) // count
     for name, amount in carried.items():

@@ -1,26 +1,28 @@
-"""Trainings that are ended from outside: is everybody gone, does one message say what died, and
-do they go on as if nothing had been?
+"""Trainings that are ended from outside. Do all processes end? Does one message name the process
+that died? Does the resumed training equal an undisturbed one?
 
-    python benchmarks/kill.py --check               # 300 endings, about an hour; those of a
-    full disk need root python benchmarks/kill.py --rounds 8            # 8 endings of each kind
-    python benchmarks/kill.py --only stop --seed 7  # one kind, with the moments of an earlier
-    run, which printed its seed
+    # 300 endings, about an hour; endings on a full disk need root
+    python benchmarks/kill.py --check
+    # 8 endings of each kind
+    python benchmarks/kill.py --rounds 8
+    # one kind, with the moments of an earlier run, which printed its seed
+    python benchmarks/kill.py --only stop --seed 7
 
 | endings  | how many | how                                                                                             |
 |----------|----------|-------------------------------------------------------------------------------------------------|
-| rank     | 96       | SIGKILL: every rank in turn, of 2 and 4, before the first collective, inside one, between two   |
-| server   | 30       | SIGKILL, in the same places                                                                     |
-| launcher | 30       | SIGKILL, in the same places                                                                     |
+| rank     | 96       | SIGKILL of each rank in turn, of 2 and 4 ranks: before, inside and between collectives          |
+| server   | 30       | SIGKILL of the fork server, in the same places                                                  |
+| launcher | 30       | SIGKILL of the launcher, in the same places                                                     |
 | all      | 30       | SIGKILL of every process at once, in the same places                                            |
-| saving   | 54       | SIGKILL of one of these while a checkpoint is half-written: before each of its files, its       |
-|          |          | renaming, the removing of an older one, and in a moment that chance draws                       |
-| stop     | 20       | SIGSTOP of a rank, the others wait for `--timeout 5`                                            |
-| restart  | 20       | SIGKILL of a rank of an own loop under `torchrun --max-restarts 1`, also while it saves         |
-| disk     | 20       | a disk that becomes full: in a checkpoint, or in a record                                       |
+| saving   | 54       | SIGKILL of one of these while a checkpoint is half-written: before each of its files, before    |
+|          |          | its renaming, before an older one is removed, and at a random moment                            |
+| stop     | 20       | SIGSTOP of a rank; the other ranks wait for `--timeout 5`                                       |
+| restart  | 20       | SIGKILL of a rank of a user's loop under `torchrun --max-restarts 1`, also while it saves       |
+| disk     | 20       | a disk that becomes full, while a checkpoint or a record is written                             |
 
-Half of them load their samples in 1 or 2 processes a rank. Where a checkpoint was written
-`--resume` goes on from it, with 2 or 4 ranks, to the end; what it comes to stands beside an
-undisturbed training of as many ranks as were killed.
+Half of the trainings load their samples in 1 or 2 processes per rank. If a checkpoint was written,
+`--resume` continues from it to the end, with 2 or 4 ranks. The result is compared with an
+undisturbed training. That training has the number of ranks of the killed one.
 
 | figure                                                                                   | bar         |
 |------------------------------------------------------------------------------------------|-------------|
@@ -30,14 +32,13 @@ undisturbed training of as many ranks as were killed.
 | restarts that did not come to their end by themselves                                    | at most 0   |
 | endings that did not name what died, in one message                                      | at most 0   |
 | trainings that could not go on; steps lost beyond the last checkpoint                    | at most 0   |
-| difference from an undisturbed training, the largest: every loss, every final parameter  | at
-most 1e-10 |
+| difference from an undisturbed training, the largest: every loss, every final parameter  | at most 1e-10 |
 | audits incomplete: a sample of an epoch missed or used twice                             | at most 0   |
 | processes left; entries of /dev/shm left; temporary folders left                         | at most 0   |
 
-The trainings are `python -m paragrad train kill_job.py`, which halts a rank where it is to be
-killed. Nobody tells for a killed launcher but its own exit by SIGKILL; what is left where all
-are killed the next start clears.
+The trainings are `python -m paragrad train kill_job.py`. This job halts a rank at the place where
+it is killed. For a killed launcher there is no message, only its exit code by SIGKILL. If all
+processes are killed, the next start removes their remains.
 """
 
 from __future__ import annotations
@@ -80,8 +81,9 @@ WHO = ("rank", "server", "launcher", "all")
 
 
 def drawn(kind: str, number: int, seed: int) -> Kill:
-    """The ending of that number of a kind: through all places, sizes and ranks in turn; the
-    rest by chance.
+    """Return the ending of a kind with a given number.
+
+    Places, numbers of ranks and the rank to kill are used in turn. The other settings are random.
     """
     chance = random.Random(f"{seed} {kind} {number}")
     places = KINDS[kind]
@@ -111,7 +113,7 @@ def drawn(kind: str, number: int, seed: int) -> Kill:
 
 
 class Expected:
-    """What undisturbed trainings come to, each made once."""
+    """The results of undisturbed trainings. Each training runs once, when it is first needed."""
 
     def __init__(self, backend: str) -> None:
         self.backend = backend
@@ -134,7 +136,7 @@ def main() -> None:
         )
 
     bench = Bench(__doc__, options)
-    # with what it has started
+    # sys.exit runs the cleanups, which end all processes that this program started
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     count = dict(QUICK if bench.quick else COUNT)
     part = bench.quick or bench.options.rounds or bench.options.only
@@ -185,7 +187,7 @@ def main() -> None:
 
 
 def told(ending: Ending) -> str:
-    """A line of progress; all of an ending that is not as it should be."""
+    """Return a line of progress, or all details of an ending that is wrong."""
     if not ending.good:
         return f"NOT AS IT SHOULD BE: {ending}"
     kill = ending.kill
@@ -207,7 +209,7 @@ def told(ending: Ending) -> str:
 
 
 def row(kind: str, endings: list[Ending]) -> list[str]:
-    """Of the table that is printed at the end."""
+    """Return a row of the table that is printed at the end."""
     times = [ending.seconds for ending in endings]
     same = [ending.difference for ending in endings if ending.difference is not None]
     return [
@@ -221,7 +223,7 @@ def row(kind: str, endings: list[Ending]) -> list[str]:
 
 
 def figures(bench: Bench, endings: list[Ending], wanted: int | None) -> None:
-    """The figures with their bars. wanted: how many endings there must be."""
+    """Add the figures with their bars. wanted: the number of endings that must have run."""
     bench.figure("endings", len(endings), at_least=wanted)
     for kind in COUNT:
         if times := [ending.seconds for ending in endings if ending.kill.kind == kind]:

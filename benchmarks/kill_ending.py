@@ -1,5 +1,5 @@
-"""One ending of kill.py: a training is started, ended in the middle, and gone on with; what is
-left, and what it came to.
+"""One ending of kill.py: start a training, end it in the middle, look for remains, resume it, and
+compare the result.
 """
 
 from __future__ import annotations
@@ -24,26 +24,30 @@ from kill_result import Trained, of_loop, of_run
 
 from paragrad.trainer.checkpoint.checkpoint_files import list_checkpoint_folders, read_folder_step
 
-# seconds for a training to reach the place, to be restarted, to be gone on with
+# seconds within which a training must reach the place, be restarted, or be resumed and finish
 LIMIT = 120.0
-GONE = 5.0  # seconds for everybody to be gone
-BOUND = 5.0  # seconds that ranks wait for a stopped one: --timeout
-SAME = 1e-10  # difference that rounding in float64 may make
-DISK = 16  # MB of a disk that becomes full
+GONE = 5.0  # seconds within which all processes must end
+BOUND = 5.0  # seconds that ranks wait for a stopped rank: --timeout
+SAME = 1e-10  # allowed difference, which rounding in float64 may cause
+DISK = 16  # MB of the disk that becomes full
 HERE = Path(__file__).parent
-TORCHS_OWN = ("torchinductor_", "torchelastic_")  # temporary folders that torch leaves
+TORCHS_OWN = ("torchinductor_", "torchelastic_")  # temporary folders that torch itself leaves
 
 
 @dataclass(frozen=True)
 class Kill:
     """A training, and how it ends.
 
-    kind: as kill.py counts them;  who: gets the signal (rank, server, launcher, all; nobody
-    where the disk becomes full); place: before (the first collective), inside (one), between
-    (two), disk (between, and then the disk is full), the part of a checkpoint that comes next
-    when one is half-written, or moment (`delay` seconds after the beginning of the step);
-    rank: the one to kill;  again: so many ranks go on;  save: steps from checkpoint to
-    checkpoint;  spare: bytes left on the disk.
+    kind: one of the kinds of kill.py.
+    who: the process that gets the signal: rank, server, launcher, all; nobody if the disk becomes
+    full.
+    place: "before" the first collective, "inside" one, or "between" two; "disk" (between two, and
+    then the disk is full); the next part of a half-written checkpoint; or "moment" (`delay` seconds
+    after the beginning of the step).
+    rank: the rank to kill.
+    again: the number of ranks of the resumed training.
+    save: steps from one checkpoint to the next.
+    spare: bytes that stay free on the disk.
     """
 
     kind: str
@@ -60,19 +64,22 @@ class Kill:
 
     @property
     def bound(self) -> float:
-        """Seconds until everybody is to be gone."""
+        """Return the seconds within which all processes must end."""
         return {"stop": BOUND + GONE, "restart": LIMIT}.get(self.kind, GONE)
 
 
 @dataclass(frozen=True)
 class Ending:
-    """What became of it.
+    """The result of an ending.
 
-    seconds: until every process was gone;  message: the one that says what died;  processes,
-    shared, temporary: left behind; saved: the step of the newest whole checkpoint as it was
-    ended, 0 where there was none;  resumed: from which step it went on;  difference: of losses
-    and parameters from an undisturbed training, None where it was not gone on with; wrong: what
-    went wrong otherwise, or "".
+    seconds: until all processes had ended.
+    message: the message that names the process that died.
+    processes, shared, temporary: what was left behind.
+    saved: the step of the newest whole checkpoint at the ending; 0 if there was none.
+    resumed: the step from which the training continued.
+    difference: of losses and parameters from an undisturbed training; None if the training was not
+    resumed.
+    wrong: any other error, or "".
     """
 
     kill: Kill
@@ -89,7 +96,7 @@ class Ending:
 
     @property
     def named(self) -> bool:
-        """Does the message name what died, and nothing else?"""
+        """Return whether the message names what died, and nothing else."""
         kill = self.kill
         if kill.who in ("launcher", "all"):
             return self.message == f"exited with {-signal.SIGKILL}"
@@ -105,7 +112,7 @@ class Ending:
                 and "No space left on device" in self.message
             )
         if kill.kind == "stop":
-            # any of them
+            # the message may come from any rank
             who = (
                 r"rank\(s\) \d did not come"
                 if kill.place == "before"
@@ -124,8 +131,9 @@ class Ending:
 
     @property
     def lost(self) -> int:
-        """Steps lost beyond those since the last checkpoint that was whole; the one before the
-        last that was due must be.
+        """Return how many steps were lost, beyond the steps since the last whole checkpoint.
+
+        At least the checkpoint before the last one that was due must be whole.
         """
         kill = self.kill
         due = 0 if kill.place == "before" else (kill.step - 1) // kill.save * kill.save - kill.save
@@ -133,7 +141,7 @@ class Ending:
 
     @property
     def good(self) -> bool:
-        """Is it as it should be?"""
+        """Return whether everything about this ending is right."""
         left = self.processes or self.shared or self.temporary
         return (
             self.seconds < self.kill.bound
@@ -145,18 +153,18 @@ class Ending:
 
 
 class Astray(Exception):
-    """A training did something else than to come to the place."""
+    """A training did not reach the place, or did not finish."""
 
 
 @dataclass(frozen=True)
 class Here:
-    """Where an ending takes place: its folders, and what processes of it are known by."""
+    """The folders of one ending. Its processes are found by the folder in their environment."""
 
     folder: Path
     backend: str
 
     def words(self, kill: Kill, runs: str, resume: Path | None = None) -> list[str]:
-        """The command of a training."""
+        """Return the command of a training."""
         if kill.kind == "restart":
             return [
                 sys.executable,
@@ -197,8 +205,8 @@ class Here:
     def started(
         self, kill: Kill, words: list[str], halts: bool
     ) -> Iterator[subprocess.Popen[bytes]]:
-        """A training; what it prints is in the file `printed`. At the end nobody of it is
-        left.
+        """Start a training, whose output goes to the file `printed`. At the end all its processes
+        are killed.
         """
         told = {"KILL": json.dumps(asdict(kill))} if halts else {}
         with self.start(words, told) as running:
@@ -212,8 +220,8 @@ class Here:
         output: str = "printed",
         cwd: Path | None = None,
     ) -> Iterator[subprocess.Popen[bytes]]:
-        """Start a process that writes to the file `output`; at the end no process of this
-        folder is left.
+        """Start a process that writes to the file `output`. At the end all processes of this folder
+        are killed.
         """
         environment = {
             **os.environ,
@@ -243,8 +251,9 @@ class Here:
         return (self.folder / output).read_text(errors="replace")
 
     def saved(self) -> int:
-        """The step of the newest whole checkpoint; 0 where there is none. It may be removed
-        while we look, for a newer one.
+        """Return the step of the newest whole checkpoint; 0 if there is none.
+
+        A checkpoint may be removed during the search, because a newer one exists.
         """
         runs = self.folder / "runs"
         return max(
@@ -257,17 +266,19 @@ class Here:
         )
 
     def processes(self) -> list[int]:
-        """Every process of this ending, whoever its parent is: known by its environment."""
+        """Return the pids of all processes of this ending. They are found by their environment,
+        because their parents may have ended.
+        """
         mark = f"KILL_FOLDER={self.folder}".encode()
         found = []
         for path in Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):  # another user's, or gone
+            with contextlib.suppress(OSError):  # the process of another user, or one that has ended
                 if mark in path.read_bytes().split(b"\0"):
                     found.append(int(path.parent.name))
         return found
 
     def gone(self, seconds: float) -> list[int]:
-        """Wait until all of them are gone; those that are not."""
+        """Wait until all processes of this ending have ended, and return those that have not."""
         until = time.monotonic() + seconds
         while (left := self.processes()) and (rest := until - time.monotonic()) > 0:
             with contextlib.suppress(ProcessLookupError):
@@ -277,17 +288,20 @@ class Here:
         return left
 
     def waited(self, what: str, running: subprocess.Popen[bytes]) -> list[int]:
-        """The numbers in a file, once it is there."""
+        """Wait until a file exists, and return the numbers in it."""
         until = time.monotonic() + LIMIT
         while not (path := self.folder / what).exists():
             if running.poll() is not None or time.monotonic() > until:
                 raise Astray(f"it did not come to {what}: {self.printed()[-2000:]}")
-            # of a process that is to be killed nothing is known but its files
+            # a process that will be killed reports by files only, so this loop must poll
             time.sleep(0.002)
         return [int(word) for word in path.read_text().split()]
 
     def temporary(self, kill: Kill) -> list[str]:
-        """Temporary folders, and what is half-written where somebody was left to remove it."""
+        """Return the temporary folders that are left.
+
+        Also return half-written files, if a process survived that had to remove them.
+        """
         partial = self.folder.glob("runs/**/*.partial") if kill.kind in ("disk", "restart") else ()
         return [
             path.name
@@ -297,7 +311,7 @@ class Here:
 
 
 def states(pid: int) -> list[str]:
-    """Of the threads of a process: R where one computes, T where it is stopped."""
+    """Return the state of each thread of a process: R if it computes, T if it is stopped."""
     return [
         path.read_text().rpartition(")")[2].split()[0]
         for path in Path(f"/proc/{pid}/task").glob("*/stat")
@@ -305,21 +319,20 @@ def states(pid: int) -> list[str]:
 
 
 def settled(pid: int) -> None:
-    """Wait until no thread of a process computes: in a collective, it can only wait. (Some look
-    around now and then.)
+    """Wait until no thread of a process computes: then the process waits in a collective.
+
+    Some threads wake up for short times, so several samples in a row must show no computing thread.
     """
     quiet = 0
     until = time.monotonic() + 2.0
     while quiet < 5 and time.monotonic() < until:
         quiet = 0 if "R" in states(pid) else quiet + 1
-        time.sleep(0.01)  # between two samples of /proc
+        time.sleep(0.01)  # from one sample of /proc to the next
 
 
 @contextlib.contextmanager
 def disk(folder: Path, megabytes: int) -> Iterator[None]:
-    """A disk of its own below a folder. Raises CalledProcessError where this user may not make
-    one.
-    """
+    """Mount a separate disk at a folder. Raises CalledProcessError if this user may not mount."""
     subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "none", folder],
         check=True,
@@ -332,7 +345,7 @@ def disk(folder: Path, megabytes: int) -> Iterator[None]:
 
 
 def may_mount() -> bool:
-    """Can a disk be made here that becomes full?"""
+    """Return whether this user can mount a disk here."""
     try:
         with tempfile.TemporaryDirectory() as folder, disk(Path(folder), 1):
             return True
@@ -341,21 +354,22 @@ def may_mount() -> bool:
 
 
 def end(kill: Kill, here: Here, running: subprocess.Popen[bytes]) -> tuple[float, int]:
-    """Wait until the training is at the place, and end it: when that was, and the step of the
-    newest whole checkpoint then.
+    """Wait until the training has reached the place, and end it.
+
+    Returns the time of the ending, and the step of the newest whole checkpoint at that time.
     """
     victim, server = here.waited("victim", running)
     if kill.place not in ("before", "inside", "between", "moment", "disk"):
         here.waited("halted", running)
     if kill.place == "inside":
         settled(victim)
-    time.sleep(kill.delay)  # the moment is drawn by chance
+    time.sleep(kill.delay)  # a random moment
     if kill.kind == "disk":
         until = time.monotonic() + LIMIT
         while set(states(victim)) != {"T"}:
             if time.monotonic() > until:
                 raise Astray("the rank that was to stop while its disk is filled did not")
-            # nothing tells when a process has stopped
+            # no event reports that a process has stopped, so this loop must poll
             time.sleep(0.002)
         runs = here.folder / "runs"
         (runs / "ballast").write_bytes(bytes(max(0, shutil.disk_usage(runs).free - kill.spare)))
@@ -370,14 +384,15 @@ def end(kill: Kill, here: Here, running: subprocess.Popen[bytes]) -> tuple[float
         "all": here.processes(),
     }[kill.who]
     for pid in pids:
-        with contextlib.suppress(ProcessLookupError):  # by the end of another of them
+        with contextlib.suppress(ProcessLookupError):  # it has ended because another one ended
             os.kill(pid, signal.SIGSTOP if kill.kind == "stop" else signal.SIGKILL)
     return time.monotonic(), saved
 
 
 def ended(kill: Kill, backend: str, expected: Callable[[Kill], Trained]) -> Ending:
-    """Train, end it, look at what is left, go on, and compare. expected: what an undisturbed
-    training comes to.
+    """Train, end the training, look for remains, resume it, and compare.
+
+    expected: returns the result of an undisturbed training.
     """
     shared = set(os.listdir("/dev/shm"))
     with place(backend) as here:
@@ -391,7 +406,7 @@ def ended(kill: Kill, backend: str, expected: Callable[[Kill], Trained]) -> Endi
                 saved = here.saved()
                 if kill.kind == "restart":
                     found = replace(found, **judged(of_loop(runs), expected(kill)))
-                # what all of them left the next start clears
+                # if all processes were killed, the next start must remove their remains
                 elif saved or kill.who == "all":
                     trained = undisturbed(
                         replace(kill, ranks=kill.again), here, "again", run if saved else None
@@ -429,7 +444,7 @@ def _ended(kill: Kill, here: Here) -> Ending:
 
 
 def undisturbed(kill: Kill, here: Here, runs: str, resume: Path | None = None) -> Trained:
-    """A training to its end: from a run's checkpoint, or from the start."""
+    """Run a training to its end, from the checkpoint of a run or from the start."""
     (here.folder / runs).mkdir()
     with here.started(kill, here.words(kill, runs, resume), halts=False) as running:
         try:
@@ -449,14 +464,14 @@ def undisturbed(kill: Kill, here: Here, runs: str, resume: Path | None = None) -
 
 @contextlib.contextmanager
 def place(backend: str) -> Iterator[Here]:
-    """Where an ending takes place."""
+    """Make the folders of one ending, and remove them at the end."""
     with tempfile.TemporaryDirectory(prefix="kill-") as folder:
         (Path(folder) / "temporary").mkdir()
         yield Here(Path(folder), backend)
 
 
 def judged(found: Trained, expected: Trained) -> dict[str, Any]:
-    """Is it the training that it would have been?"""
+    """Compare a resumed training with an undisturbed one, and return the fields of `Ending`."""
     return {
         "resumed": found.resumed,
         "difference": found.difference(expected),

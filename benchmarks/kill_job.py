@@ -1,10 +1,12 @@
-"""The job of kill.py: a small network in float64 that halts where it is to be killed; its own
-loop is kill_loop.py.
+"""The job of kill.py: a small network in float64 that halts at the place where it is killed.
+kill_loop.py trains it in a loop of its own.
 
-KILL, in the environment, says where, as JSON: the `place` (see `Kill` in kill_ending.py), the
-`rank` to kill, and `step`, the training forward in which ranks halt, counted from 1. Without it
-nobody halts.  KILL_FOLDER: where what has happened is told, as files. Dropout, momentum, a
-scheduler and noise in the samples: a training that goes on as another one shows it.
+The environment variable KILL gives the place as JSON: the `place` (see `Kill` in kill_ending.py),
+the `rank` to kill, and `step`. `step` is the training forward in which ranks halt, counted from 1.
+Without KILL no rank halts. The job reports its progress as files in the folder KILL_FOLDER.
+
+The job has dropout, momentum, a scheduler and noise in the samples. So a resumed training that
+differs from an undisturbed one has different losses.
 """
 
 import json
@@ -21,12 +23,12 @@ from torch.utils.data import Dataset
 from paragrad import Job
 
 KILL = json.loads(os.environ.get("KILL", "{}"))
-# restarted: in peace
+# after a restart by torchrun no rank halts
 PLACE = KILL.get("place") if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" else None
 FOLDER = os.environ.get("KILL_FOLDER", "")
 BATCH = 32
-# what Python tells its audit hooks as a checkpoint comes to a part of its writing, and of which
-# path
+# for each part of the writing of a checkpoint: the event that Python reports to audit hooks, and
+# the end of the path
 WRITING = {
     name: ("open", f".partial/{name}")
     for name in ("optimizer.safetensors", "state.json", "SHA256SUMS")
@@ -34,25 +36,27 @@ WRITING = {
 
 
 def tell(what):
-    """Say that it has happened, here."""
+    """Report an event of this process: write a file of this name that contains the pids of this
+    process and of its parent.
+    """
     partial = Path(FOLDER, f"{what}.{os.getpid()}")
     partial.write_text(f"{os.getpid()} {os.getppid()}")
     partial.rename(Path(FOLDER, what))
 
 
 def reached(inputs):
-    """This rank is in the step: say so, and halt if it is the place."""
+    """Report that this rank has reached the step, and halt the rank if this is the place."""
     rank = dist.get_rank()
     victim = rank == KILL["rank"]
     if PLACE == "inside" and victim:
         inputs = inputs.clone().requires_grad_()
-        # the last of backward: buckets are on their way
+        # the end of backward: buckets are being exchanged
         inputs.register_hook(lambda gradient: tell("victim"))
     elif victim:
         tell("victim")
     if PLACE in WRITING and rank == 0:
         sys.addaudithook(halt_writing)
-    # late, while the victim waits for the sum
+    # "between": the victim halts; "inside": the others halt, so the victim waits for their sum
     if (PLACE == "between" and victim) or (PLACE == "inside" and not victim):
         signal.pause()
     if PLACE == "disk" and victim:
@@ -61,8 +65,8 @@ def reached(inputs):
 
 
 def halt_writing(event, arguments):
-    """Halt where a checkpoint is half-written, the file that was written last cut in half, as
-    in the middle of its writing.
+    """Halt while a checkpoint is half-written. The file that was written last is cut in half, as if
+    its writing had been interrupted.
     """
     wanted, suffix = WRITING[PLACE]
     if (
@@ -72,7 +76,7 @@ def halt_writing(event, arguments):
     ):
         return
     path = Path(arguments[0])
-    # not of an older checkpoint
+    # this is not the removing of an older checkpoint
     if event == "shutil.rmtree" and (path.suffix or not path.exists()):
         return
     if event == "open":
@@ -96,7 +100,7 @@ class Net(nn.Module):
         self.calls = 0
 
     def forward(self, inputs):
-        # not one worker's step beside
+        # not in the reference step, which has the whole batch
         if PLACE and self.training and dist.is_initialized() and len(inputs) < BATCH:
             self.calls += 1
             if self.calls == KILL["step"]:
@@ -105,7 +109,7 @@ class Net(nn.Module):
 
 
 class Noisy(Dataset):
-    """Vectors with noise, drawn by whoever loads them."""
+    """Vectors with noise. The process that loads a sample draws its noise."""
 
     def __init__(self, count):
         generator = torch.Generator().manual_seed(0)
@@ -120,7 +124,9 @@ class Noisy(Dataset):
 
 
 class Made:
-    """Makes the model; where it is unpickled is a rank, and the first there is the victim."""
+    """A factory of the model. Only ranks unpickle it, and the first rank that does so is the victim
+    of the place "before".
+    """
 
     def __call__(self):
         return Net()

@@ -1,8 +1,8 @@
-"""The same training as kill_job.py in a loop of its own, for torchrun, which restarts it:
-kill_loop.py FOLDER SAVE LOADERS BACKEND.
+"""The training of kill_job.py in a loop of its own. torchrun starts it, and starts it again after a
+failure: kill_loop.py FOLDER SAVE LOADERS BACKEND.
 
-The folder holds its checkpoints, `losses` (a line "STEP LOSS" for every step, those made again
-too, and "resumed STEP" where it goes on) and at the end the model.
+The folder contains the checkpoints, the file `losses`, and at the end the model. The file `losses`
+has a line "STEP LOSS" for every step, also for repeated steps, and "resumed STEP" after a restart.
 """
 
 import os
@@ -24,7 +24,7 @@ def main(folder, save, loaders, backend):
     torch.manual_seed(job.seed)
     model = Net().double()
     optimizer = job.optimizer(model.parameters())
-    steps = len(job.train) // job.batch  # of an epoch
+    steps = len(job.train) // job.batch  # per epoch
     with (
         pg.parallelize(
             model,

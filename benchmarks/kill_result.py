@@ -1,5 +1,5 @@
-"""What a training of kill.py came to, over a run and those it goes on from: every loss, every
-final parameter, the audit.
+"""The result of a training of kill.py, over a run and the runs that it resumes: every loss, every
+final parameter, and the count of samples (audit).
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from paragrad.record.record import Record
 
 @dataclass(frozen=True)
 class Trained:
-    """losses: every one that was told of a step, those of steps that were made again too;
-    audited: did every epoch use every sample exactly once?  resumed: from which step it went
-    on, if it did.
+    """The result of a training.
+
+    losses: all losses that were recorded for a step; a repeated step has several.
+    audited: whether every epoch used every sample exactly once.
+    resumed: the step from which the training continued, or None.
     """
 
     losses: dict[int, list[float]]
@@ -29,8 +31,9 @@ class Trained:
     resumed: int | None = None
 
     def difference(self, other: Trained) -> float:
-        """The largest, of losses and parameters; infinite where a step or a parameter is
-        missing, or is no number.
+        """Return the largest difference of losses and parameters.
+
+        It is infinite if a step or a parameter is missing or is not a number.
         """
         if (
             self.losses.keys() != other.losses.keys()
@@ -51,7 +54,7 @@ class Trained:
 
 
 def of_run(folder: Path) -> Trained:
-    """A run, with what it goes on from."""
+    """Return the result of a run, together with the runs that it resumes."""
     record = Record(folder)
     lines, audit, epochs, samples = (
         record.collect_step_lines(),
@@ -85,8 +88,10 @@ def of_run(folder: Path) -> Trained:
 
 
 def of_loop(folder: Path) -> Trained:
-    """A loop of one's own, which has no record but its losses: of every step, in order, but for
-    those that a restart made again.
+    """Return the result of a loop of one's own, such as kill_loop.py.
+
+    Its only record is the file of losses. The losses of all steps are there in order, except for
+    the steps that a restart repeated.
     """
     words = [line.split() for line in (folder / "losses").read_text().splitlines()]
     told = [(int(step), float(loss)) for step, loss in words if step != "resumed"]
@@ -103,7 +108,7 @@ def of_loop(folder: Path) -> Trained:
 
 
 def in_order(steps: Iterable[int]) -> bool:
-    """0, 1, 2, ...: is none left out, whatever is made again?"""
+    """Return whether the steps are 0, 1, 2, ... without a gap. Steps may be repeated."""
     next_ = 0
     for step in steps:
         if step > next_:

@@ -1,22 +1,29 @@
-"""Larger batches at equal epochs: with the job's own rate, and by rules for another one; and
-what the noise scale says of them.
+"""Larger batches with the same number of epochs: with the job's own learning rate, with rules that
+scale the rate, and compared with the gradient noise scale.
 
-    python benchmarks/large_batch.py --check --data DIR python benchmarks/large_batch.py --check
-    --page --data DIR      # the same, written into docs/results/large_batch.md python
-    benchmarks/large_batch.py --only sizes --data DIR        # a part: arms, batches, sizes
+    python benchmarks/large_batch.py --check --data DIR
+    # the same, written into docs/results/large_batch.md
+    python benchmarks/large_batch.py --check --page --data DIR
+    # a part: arms, batches, sizes
+    python benchmarks/large_batch.py --only sizes --data DIR
 
 | figure | bar |
 |---|---|
-| points of accuracy that batch 512 with linear scaling and warm-up is below batch 64 at the own
-rate, 5 seeds | at most 0.3 |
+| points of accuracy that batch 512 with linear scaling and warm-up is below batch 64 at the own rate, 5 seeds | at most 0.3 |
 
-mnist-mlp, five epochs, serial: its rate of 0.05 with momentum 0.9 is for its own batch of 128.
-Arms, of width 1024: at batch 64 that rate, and half of it; at 512 the same, linear scaling
-without warm-up and with one of two epochs, square root. Of the job's own width the same rules
-over batches from 64 to 8,192, three seeds; and one sample at a time, 64, 4,096, the whole set
-(descent along its gradient), one seed: steps, accuracy, time. The noise scale: over the epochs
-of batch 128, from two micro-batches. Accuracies do not hang on what else the machine does; the
-times of the third table do. --quick: one seed, one epoch.
+The job is mnist-mlp, five epochs, serial. Its rate of 0.05 with momentum 0.9 is for its own batch
+of 128. --quick uses one seed and one epoch.
+
+arms: width 1024. Batch 64 has this rate, and half of it. Batch 512 has this rate, linear scaling
+without warm-up, linear scaling with a warm-up of two epochs, and square root scaling.
+
+batches: the job's own width and the same rules, for batches from 64 to 8,192, with three seeds. The
+noise scale is measured over the epochs of batch 128, from two micro-batches.
+
+sizes: steps, accuracy and time with batches of one sample, 64, 4,096, and the whole set (gradient
+descent), with one seed.
+
+Accuracies do not depend on other work on the machine. The times of the third table do.
 """
 
 from __future__ import annotations
@@ -38,7 +45,7 @@ from plots import panels
 import paragrad as pg
 from paragrad.record.noise_scale import track_noise_scale
 
-# the job's own batch, and the one beside which others are set
+# the job's own batch, and the batch with which others are compared
 OWN = 128
 BASE = 64
 OWN_RATE = "own rate"
@@ -51,7 +58,7 @@ RULES: dict[str, dict[str, Any]] = {
 }
 FIRST = f"{BASE}, {OWN_RATE}"
 BEST = "linear, warm-up"
-NEAR = 0.5  # points of accuracy below the own batch: until there a rule holds
+NEAR = 0.5  # a rule holds if it is at most so many points of accuracy below the job's own batch
 PARTS = ("arms", "batches", "sizes")
 PAGE = DOCS / "results" / "large_batch.md"
 PLOT = FIGURES / "large_batch.svg"
@@ -104,7 +111,7 @@ def batches(bench: Bench, run: Callable[..., Any], epochs: int) -> None:
         },
         bench.rounds(3, quick=1),
     )
-    # of the own batch all rules are one
+    # for the job's own batch all rules are the same
     found = {(rule, OWN): found[OWN_RATE, OWN] for rule in RULES} | found
     noisy = run({"": arm(OWN, OWN_RATE, epochs, "serial(micro=2)")}, 1, noise_scale=1)[""][0][
         "noise"
@@ -116,8 +123,8 @@ def batches(bench: Bench, run: Callable[..., Any], epochs: int) -> None:
 
 
 def until(found: dict[Any, Any], rule: str) -> int:
-    """The largest batch up to which all are near what the job's own one comes to, in the
-    mean.
+    """Return the largest batch up to which a rule holds: all mean accuracies are near that of the
+    job's own batch.
     """
     own = mean(of(found, (rule, OWN), "accuracy"))
     near = itertools.takewhile(
@@ -199,7 +206,7 @@ def page(bench: Bench) -> None:
 
 
 def over_batches(found: dict[Any, Any], noisy: list[tuple[int, float]]) -> str:
-    """Table, plot, and where each rule ends."""
+    """Return the table, the plot, and a sentence about the largest batch of each rule."""
     rows = [
         [f"{batch:,}", *(spread(of(found, (rule, batch), "accuracy")) for rule in RULES)]
         for batch in BATCHES

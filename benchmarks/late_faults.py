@@ -68,7 +68,7 @@ def numbers(*shape: int, seed: int) -> Tensor:
 
 
 def make_samples(count: int) -> TensorDataset:
-    """Noise with labels that mean nothing: few can be learned by heart, many cannot."""
+    """Return random samples with random labels. A model can memorize few of them, but not many."""
     drawn = torch.Generator().manual_seed(2)
     return TensorDataset(numbers(count, 64, seed=1), torch.randint(10, (count,), generator=drawn))
 
@@ -89,7 +89,7 @@ def build(width: int) -> nn.Module:
 
 
 def plant(fault: Fault) -> None:
-    """Let this process do something more in some of its steps."""
+    """Plant a fault in this process: its passes or its updates are wrong in some steps."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     if fault.rank not in (None, rank) or vars(training).get("planted"):
         return
@@ -150,7 +150,7 @@ def make_job(
     samples: TensorDataset = FEW,
 ) -> pg.Job:
     def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
-        # every rank makes one; a model that is cut is built on one rank of a host alone
+        # planted here because every rank makes an optimizer; a cut model is built on one rank only
         if fault is not None and dist.is_initialized():
             from paragrad.parallel.data import fully_sharded, shared_memory  # noqa: F401
             from paragrad.parallel.server import worker_exchange  # noqa: F401
@@ -188,7 +188,7 @@ def draw_faults(count: int) -> list[tuple[str, Fault]]:
 
 
 def train(job: pg.Job, strategy: str, folder: str, steps: int, check: str) -> tuple[Any, float]:
-    """(what ended the run or the run itself, seconds)"""
+    """Train, and return (the run, or the error that ended it; seconds)."""
     start = time.monotonic()
     try:
         ended: Any = pg.train(job, strategy, runs=folder, limit=steps, check=check)

@@ -1,23 +1,25 @@
-"""What travels for each layer of a network, by how its layers are divided; and which way is the
-fastest between two hosts.
+"""How many bytes ranks send for each layer of a network, for each way to divide its layers. And
+which way is the fastest between two hosts.
 
-    python benchmarks/layers.py --check             # hosts of this machine, joined by 100
-    Mbit/s (root, iproute2) python benchmarks/layers.py --check --page      # the same, written
-    into docs/results/layers.md
+    # simulated hosts of this machine, connected by 100 Mbit/s (needs root and iproute2)
+    python benchmarks/layers.py --check
+    # the same, written into docs/results/layers.md
+    python benchmarks/layers.py --check --page
 
 | figure | bar |
 |---|---|
 | bytes that a rank sends for a layer, off the closed form's: every scheme | 0 |
-| bytes in a step beside those of the closed forms, counted: every scheme | at most 512: the
-loss and its weight |
+| bytes in a step beside those of the closed forms, counted: every scheme | at most 512: the loss and its weight |
 | bytes of pairs (tensor), over those of one split for all layers | at most 0.99 |
 
-A network such as AlexNet, for images of 32 x 32: five convolutions, three fully connected
-layers; hinge loss, for which each sample's scores are put together; float32, SGD, 64 samples.
-The closed forms are those of Gholami et al. 2018 (arXiv 1712.04432) for data, for one split of
-all layers by neurons (`pairs=false`), for rows of images, and for a grid of data and one split;
-and our own for pairs, and for dense=tensor. Times, without a bar: a step of a whole training on
-two hosts, by its record.
+The network is similar to AlexNet, for images of 32 x 32: five convolutions and three fully
+connected layers. The loss is the hinge loss, for which the scores of each sample are gathered.
+Training uses float32, SGD and 64 samples.
+
+The closed forms of Gholami et al. 2018 (arXiv 1712.04432) are used for four schemes: data; one
+split of all layers by neurons (`pairs=false`); rows of images; and a grid of data and one split.
+Those for pairs and for dense=tensor are our own. Times have no bar. They are those of a step of a
+whole training on two hosts, read from its record.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ from paragrad.parallel.tensor.sharding_plan import ShardingPlan, plan_sharding
 from paragrad.record.record import Record
 from paragrad.strategies.registry import strategy
 
-# NUMBER: bytes of one
+# NUMBER: bytes of one number (float32)
 BATCH = 64
 SIZE = 32
 CLASSES = 100
@@ -61,7 +63,7 @@ RESULTS = FIGURES / "layers.json"
 
 
 class Network(nn.Module):
-    """Its layers are called by what they are: conv1 to conv5, full6 to full8."""
+    """A network whose layers are named conv1 to conv5 and full6 to full8."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,9 +110,11 @@ def job() -> pg.Job:
 # ---- the closed forms ------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Layer:
-    """weights: numbers in its parameters;  given, made: numbers of a sample that come in and go
-    out;  halo: numbers of a sample in the rows of another rank that its outputs see, on one
-    side.
+    """The sizes of a layer, each as a count of numbers.
+
+    weights: in all its parameters.
+    given, made: in the input and in the output, for one sample.
+    halo: in the rows of one neighbouring rank that the outputs depend on, for one sample.
     """
 
     name: str
@@ -125,7 +129,7 @@ class Layer:
 
 
 def layers() -> list[Layer]:
-    """Of the network, from its shapes alone."""
+    """Return the layers of the network, computed from its shapes alone."""
     found = []
     model = Network()
     side = SIZE
@@ -150,7 +154,7 @@ def first_full(every: Sequence[Layer]) -> int:
 
 
 def summed(numbers: float, ranks: int) -> float:
-    """Bytes that a rank sends where so many numbers are summed over ranks."""
+    """Return the bytes that a rank sends to sum so many numbers over ranks."""
     return 2 * (ranks - 1) / ranks * numbers * NUMBER
 
 
@@ -158,26 +162,29 @@ def gathered(numbers: float, ranks: int) -> float:
     return (ranks - 1) / ranks * numbers * NUMBER
 
 
-# of all layers, which of them, the samples, and the ranks
+# from (all layers, the index of one, samples, ranks) to the bytes that a rank sends for the layer
 Form = Callable[[list[Layer], int, int, int], float]
 
 
 def of_data(every: list[Layer], at: int, samples: int, ranks: int) -> float:
-    """Each gradient of a weight is summed."""
+    """Data parallelism: the gradients of the weights are summed over ranks."""
     return summed(every[at].weights, ranks)
 
 
 def of_outputs(every: list[Layer], at: int, samples: int, ranks: int) -> float:
-    """One split for all layers: what comes in is gathered, and its gradient summed. (The scores
-    are, behind the last one.)
+    """One split for all layers: inputs are gathered, and their gradients are summed.
+
+    (The scores after the last layer are gathered too; `Scheme.total` adds them.)
     """
     given = samples * every[at].given
     return gathered(given, ranks) + summed(given, ranks) if at else 0
 
 
 def of_pairs(every: list[Layer], at: int, samples: int, ranks: int, first: int = 0) -> float:
-    """By outputs, and the gradient of what comes in is summed; then by inputs, and what goes
-    out is. first: one by outputs.
+    """Pairs: one layer is divided by outputs, and the gradients of its inputs are summed. The next
+    layer is divided by inputs, and its outputs are summed.
+
+    first: a layer that is divided by outputs.
     """
     if (at - first) % 2:
         return summed(samples * every[at].made, ranks)
@@ -185,8 +192,11 @@ def of_pairs(every: list[Layer], at: int, samples: int, ranks: int, first: int =
 
 
 def of_rows(every: list[Layer], at: int, samples: int, ranks: int) -> float:
-    """Rows are fetched, and their gradients sent back; gradients of weights are summed. In
-    fully connected layers every rank does the same, and the first one's inputs are gathered.
+    """Rows of images: each rank fetches rows, sends their gradients back, and gradients of weights
+    are summed.
+
+    Every rank computes the same fully connected layers. The inputs of the first of them are
+    gathered.
     """
     each = every[at]
     if each.full:
@@ -215,9 +225,12 @@ def of_rows_then_neurons(every: list[Layer], at: int, samples: int, ranks: int) 
 
 @dataclass(frozen=True)
 class Scheme:
-    """form: bytes that a rank sends for a layer;  scores: are they gathered behind the last
-    layer, for the loss? plan: what the technique says of each layer;  replicas, ranks: of the
-    data, and of each.
+    """A way to divide the layers.
+
+    form: the closed form of the bytes that a rank sends for a layer.
+    scores: whether the scores are gathered after the last layer, for the loss.
+    plan: returns the plan of the technique for the layers.
+    replicas, ranks: the number of replicas, and of ranks per replica.
     """
 
     name: str
@@ -229,23 +242,23 @@ class Scheme:
     ranks: int = 2
 
     def over_replicas(self, layer: Layer) -> float:
-        """In a grid, the gradients of a rank's weights."""
+        """Return the bytes for the gradients of a rank's weights, which replicas of a grid sum."""
         return summed(layer.weights / self.ranks, self.replicas) if self.replicas > 1 else 0
 
     def inside(self, every: list[Layer]) -> dict[str, float]:
-        """By layer, without what replicas exchange."""
+        """Return the bytes for each layer, without those that replicas exchange."""
         return {
             each.name: self.form(every, at, BATCH // self.replicas, self.ranks)
             for at, each in enumerate(every)
         }
 
     def closed(self, every: list[Layer]) -> dict[str, float]:
-        """By layer."""
+        """Return the bytes for each layer."""
         found = self.inside(every)
         return {each.name: found[each.name] + self.over_replicas(each) for each in every}
 
     def total(self, every: list[Layer]) -> float:
-        """Of a step."""
+        """Return the bytes of a step."""
         return sum(self.closed(every).values()) + (
             gathered(BATCH // self.replicas * CLASSES, self.ranks) if self.scores else 0
         )
@@ -333,7 +346,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def counted(bench: Bench, every: list[Layer]) -> None:
-    """By the plans, layer by layer, and by the records of two steps."""
+    """Compare the closed forms with the plans, layer by layer, and with records of two steps."""
     bench.measured["bytes"] = {each.name: each.closed(every) for each in SCHEMES}
     for each in SCHEMES:
         plan = each.plan(Network(), data()[0][: BATCH // each.replicas])
@@ -369,12 +382,14 @@ def counted(bench: Bench, every: list[Layer]) -> None:
 
 
 def belongs(at: str, layer: Layer, every: Sequence[Layer]) -> bool:
-    """What happens between layers is of the fully connected one that it is for."""
+    """Return whether a transfer belongs to a layer. A transfer between layers belongs to the first
+    fully connected one.
+    """
     return at == layer.name or (not at and layer == every[first_full(every)])
 
 
 def step(cluster: Cluster, scheme: Scheme, folder: Path) -> float:
-    """Milliseconds, of a training on all hosts."""
+    """Train on all hosts, and return the milliseconds of a step."""
     place = tempfile.mkdtemp(dir=folder)
     cluster.run([str(Path(__file__).resolve()), "--worker", scheme.strategy, place], timeout=300)
     (run,) = Path(place).iterdir()
@@ -386,7 +401,9 @@ def run(strategy: str, folder: str) -> None:
 
 
 def told(bench: Bench, every: list[Layer]) -> str:
-    """The table of the page: kilobytes, the least of each layer in bold; and times."""
+    """Return the table of the page: kilobytes and times. The smallest value of each layer, and the
+    shortest time, are bold.
+    """
     closed = {each.name: each.closed(every) for each in SCHEMES if each.replicas == 1}
     rows = []
     for layer in every:

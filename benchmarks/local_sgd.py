@@ -1,22 +1,21 @@
-"""Averaging weights every so many steps: what it saves on slow links, and what it costs in
-accuracy.
+"""Local SGD, which averages weights every few steps: how much time it saves on slow links, and how
+much accuracy it costs.
 
-    python benchmarks/local_sgd.py --check --data DIR           # hosts of this machine at 100
-    Mbit/s (root, iproute2) python benchmarks/local_sgd.py --check --page --data DIR    # the
-    same, written into docs/results/local_sgd.md
+    # simulated hosts of this machine at 100 Mbit/s (needs root and iproute2)
+    python benchmarks/local_sgd.py --check --data DIR
+    # the same, written into docs/results/local_sgd.md
+    python benchmarks/local_sgd.py --check --page --data DIR
 
 | figure | bar |
 |---|---|
-| samples a second on 4 hosts at 100 Mbit/s, local(4, every=16) over DDP on gloo: mnist-mlp of
-width 1024 | at least 8 |
-| bytes that a rank sends in a step, local(4, every=16) over data(4), tests apart | at most
-0.0667: 1/15 |
-| points of accuracy that local(4, every=16) is below data(4), means of the seeds | at most 0.5
-|
+| samples a second on 4 hosts at 100 Mbit/s, local(4, every=16) over DDP on gloo: mnist-mlp of width 1024 | at least 8 |
+| bytes that a rank sends in a step, local(4, every=16) over data(4), tests apart | at most 0.0667: 1/15 |
+| points of accuracy that local(4, every=16) is below data(4), means of the seeds | at most 0.5 |
 
-Without a bar: accuracy and bytes of every so many steps alone, ParallelSGD (every=end),
-post-local SGD, DiLoCo and EASGD: mnist-mlp as it is, three seeds each, on one host. Samples a
-second are of a whole training, by its record, and of a loop over DDP, in turn.
+There are figures without a bar: accuracy and bytes of plain local SGD with several intervals,
+ParallelSGD (every=end), post-local SGD, DiLoCo and EASGD. They use mnist-mlp unchanged, with three
+seeds each, on one host. Samples a second are measured in turn by a whole training, read from its
+record, and by a loop over DDP.
 """
 
 from __future__ import annotations
@@ -63,17 +62,17 @@ def wide() -> pg.Job:
 
 # ---- on hosts --------------------------------------------------------------------------------
 def ours(cluster: Cluster, folder: Path, steps: int) -> float:
-    """Samples a second, of a whole training."""
+    """Run a whole training, and return its samples per second."""
     place = tempfile.mkdtemp(dir=folder)
     cluster.run([str(Path(__file__).resolve()), "--worker", "ours", place, str(steps)], timeout=600)
     (run,) = Path(place).iterdir()
-    # from one meeting to the last one
+    # from the first average of weights to the last one
     starts = [line["start"] for line in Record(run).select_lines("step", 0)][16:]
     return BATCH * (len(starts) - 1) / (starts[-1] - starts[0])
 
 
 def theirs(cluster: Cluster, folder: Path, steps: int) -> float:
-    """Samples a second, of a loop over DDP."""
+    """Run a loop over DDP, and return its samples per second."""
     said = cluster.run(
         [str(Path(__file__).resolve()), "--worker", "ddp", str(folder), str(steps)], timeout=600
     )
@@ -91,7 +90,7 @@ def worker(kind: str, folder: str, steps: str) -> None:
 
 # ---- on one host -----------------------------------------------------------------------------
 def compared(bench: Bench, data: str | None, seeds: int) -> None:
-    """Accuracies and bytes of all strategies, from the records of whole trainings."""
+    """Measure accuracies and bytes of all strategies, from the records of whole trainings."""
     job = pg.job("mnist-mlp")
     found: dict[str, dict[str, list[float]]] = {
         text: {"accuracy": [], "bytes": [], "tests": []} for text in STRATEGIES
@@ -132,7 +131,7 @@ def compared(bench: Bench, data: str | None, seeds: int) -> None:
 
 
 def told(bench: Bench) -> str:
-    """The table of the page."""
+    """Return the table of the page."""
     found = bench.measured["of mnist-mlp"]
     rows = [
         [

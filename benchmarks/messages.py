@@ -1,7 +1,9 @@
 """Messages between two ranks of one host: over gloo, and over shm.
 
-    python benchmarks/messages.py --check           # both ranks on this machine, one thread
-    each python benchmarks/messages.py --check --page    # the same, written into docs/techniques/shm.md
+    # both ranks on this machine, one thread each
+    python benchmarks/messages.py --check
+    # the same, written into docs/techniques/shm.md
+    python benchmarks/messages.py --check --page
 
 | figure | bar |
 |---|---|
@@ -10,13 +12,19 @@
 | ... 16 MB | at least 2.5 |
 | step of mnist-mlp under data(2, reduce=ring), its time over gloo / over shm | at least 1.5 |
 
-One way is half of a ping-pong of `send` and `recv`. Without a bar, what a pipeline does with
-messages: both ranks send and receive at once; eight messages each way at once; a message that
-has been there for a while when it is asked for; both ways during work of some milliseconds,
-over the work alone; and a step under pipeline(2). Worlds of both kinds stay up and are asked in
-turn, in an order of each round's own; the slower rank counts. A figure is the median over
-rounds of the ratio within a round. The steps are those of whole trainings, on random images,
-timed by their records.
+One way is half of a ping-pong of `send` and `recv`. These figures have no bar. They measure what a
+pipeline does with messages:
+
+- Both ranks send and receive at the same time.
+- Eight messages are sent each way at the same time.
+- A rank receives a message some time after it was sent.
+- Messages go both ways during work of some milliseconds; the figure is the time over the time of
+  the work alone.
+- A step runs under pipeline(2).
+
+Worlds of both kinds keep running. They are measured in turn, in an order of its own for each round.
+The time of the slower rank counts. A figure is the median over rounds of the ratio within a round.
+The steps are those of whole trainings on random images, timed by their records.
 """
 
 from __future__ import annotations
@@ -46,12 +54,12 @@ from paragrad.trainer.settings import Settings
 
 SIZES = tuple(KB << shift for shift in range(0, 15, 2))  # 1 KB to 16 MB
 BARS = {size: 2.0 if size <= 64 * KB else 4.0 if size <= 4 * MB else 2.5 for size in SIZES}
-# of a pipeline's messages
+# sizes of the messages of a pipeline
 SOME = (64 * KB, MB)
 KINDS = ("gloo", "shm")
 AT_ONCE = 8  # messages each way
 BESIDE = "beside work"
-# of matrices of 256 x 256, the work beside which messages go: about 5 ms
+# products of 256 x 256 matrices: the work during which messages are sent, about 5 ms
 PRODUCTS = 10
 STRATEGIES = {"data(2, reduce=ring)": 1.5, "pipeline(2, micro=4)": None}
 PAGE = DOCS / "techniques" / "shm.md"
@@ -117,14 +125,16 @@ def report(bench: Bench, pattern: str, size: int, times: dict[str, list[float]])
 
 
 def asked(world: Workers, pattern: str, size: int) -> Callable[[], float]:
-    """The median time of a pattern in microseconds; the slower rank counts."""
+    """Return a function that measures the median time of a pattern in microseconds. The slower rank
+    counts.
+    """
     return lambda: 1e6 * max(world.ask((pattern, size)))
 
 
 # ---- steps -----------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class MnistMlp:
-    """Images that nobody has to fetch."""
+    """A setting with random images, which need no download."""
 
     steps: int = 100
 
@@ -199,7 +209,7 @@ def tables(bench: Bench) -> str:
 
 
 # ---- in a rank -------------------------------------------------------------------------------
-Play = Callable[[], float]  # seconds of one turn
+Play = Callable[[], float]  # runs a pattern once and returns its seconds
 
 
 def one_way(rank: int, size: int) -> Play:
@@ -233,13 +243,13 @@ def both_ways(rank: int, size: int, at_once: int = 1) -> Play:
 
 
 def exchange(rank: int, mine: Tensor, taken: Tensor) -> list[Any]:
-    """Every row of one rank to the other, all under way."""
+    """Start to send every row to the other rank, and to receive its rows."""
     receives = [dist.irecv(each, 1 - rank) for each in taken]
     return [*receives, *(dist.isend(each, 1 - rank) for each in mine)]
 
 
 def late(rank: int, size: int) -> Play:
-    """Rank 1 asks for a message when it has been sent for a while; what it waits then."""
+    """Rank 1 receives a message some time after it was sent; its waiting time is measured."""
     message = torch.ones(size // 4)
     work = some_work()
 
@@ -256,7 +266,7 @@ def late(rank: int, size: int) -> Play:
 
 
 def beside_work(rank: int, size: int) -> Play:
-    """Both ways under way during some work; nothing of no bytes."""
+    """Messages go both ways during some work. If `size` is 0, there are no messages."""
     mine = torch.ones(1, size // 4)
     taken = torch.empty(1, size // 4)
     work = some_work()

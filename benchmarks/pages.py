@@ -1,5 +1,5 @@
-"""Pages of docs/ whose tables a benchmark writes: what stands between `<!-- NAME -->` and `<!--
-end -->`.
+"""Pages of docs/ whose tables a benchmark writes. It replaces the text between `<!-- NAME -->` and
+`<!-- end -->`.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ FIGURES = DOCS / "figures"
 
 
 def filled(text: str, name: str, block: str) -> str:
-    """A page's text with another block of that name."""
+    """Return the text of a page in which the block of this name is replaced."""
     before, rest = text.split(f"<!-- {name} -->\n")
     return f"{before}<!-- {name} -->\n{block}\n{rest[rest.index('<!-- end -->') :]}"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown."""
+    """Return a table in Markdown."""
     return "\n".join(["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)])
 
 
 def shown(plot: str, told: str) -> str:
-    """A plot of the figures, with what it shows, below a table."""
+    """Return the Markdown of a plot below a table, with a sentence about what the plot shows."""
     told = told[0].upper() + told[1:]
     return f"\n\n![{told}](../figures/{plot}.svg)\n\n{told}."
 
 
 def kept(name: str, parts: Sequence[str] | None) -> Path:
-    """Where the measurements of a benchmark are, or of some of its parts."""
+    """Return the file with the measurements of a benchmark, or of some of its parts."""
     return FIGURES / f"{'_'.join([name, *(parts or ())])}.json"
 
 
 def milliseconds(seconds: float) -> str:
-    """As a table shows them."""
+    """Return seconds as the milliseconds of a table cell."""
     return f"{1e3 * seconds:,.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.3g}"

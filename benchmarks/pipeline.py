@@ -1,9 +1,10 @@
-"""Steps of a pipeline of two stages on one host: ours, torch.distributed.pipelining's 1F1B over
+"""Steps of a pipeline of two stages on one host: paragrad, torch.distributed.pipelining's 1F1B over
 gloo and over shm, and bounds.
 
-    python benchmarks/pipeline.py --check           # both ranks on this machine, one thread
-    each python benchmarks/pipeline.py --check --page    # the same, written into
-    docs/techniques/pipeline.md
+    # both ranks on this machine, one thread each
+    python benchmarks/pipeline.py --check
+    # the same, written into docs/techniques/pipeline.md
+    python benchmarks/pipeline.py --check --page
 
 | figure | bar |
 |---|---|
@@ -12,19 +13,24 @@ gloo and over shm, and bounds.
 | ... geometric mean of the four settings | at least 1.2 |
 | speed over the bound's: every setting | at least 0.8 |
 | ... geometric mean | at least 0.88 |
-| the timeline's seconds of a step, off the measured ones: median of the four settings | at most
-0.1 |
+| the timeline's seconds of a step, off the measured ones: median of the four settings | at most 0.1 |
 | its share of waiting, off the measured one: median of the four settings | at most 0.15 |
 
-Eight Linear(h, h) in float32, four on each rank, one thread each, SGD. The bound is of two
-processes that each make a step of their four layers without messages, both at once: one
-micro-batch in the one and then in the other, and the m - 1 others in the slower of them. (Of T
-seconds each that is T (m + p - 1)/m; the first layer's input wants no gradient, so that rank 0
-has 11 products where rank 1 has 12.) Ours is a whole training, timed by its record from step to
-step; torch's is a loop over batches cut out of tensors in memory. Beside it, without a bar: one
-worker with all threads, and our other schedules. The timeline learns in five steps of a run
-what tasks take, and foretells those after them (`planner/step_timeline.py`, docs/how_to/timeline.md); a
-rank waits where it does nothing of its own.
+The model has eight Linear(h, h) in float32, four on each rank. Each rank has one thread. The
+optimizer is SGD.
+
+The bound comes from two processes that each make a step of their four layers, at the same time and
+without messages. It is a sum: the time of one micro-batch in one process and then in the other, and
+the time of the m - 1 other micro-batches in the slower process. (If each process takes T seconds,
+this is T (m + p - 1)/m. The input of the first layer needs no gradient, so rank 0 has 11 products
+and rank 1 has 12.)
+
+For paragrad, a whole training is timed by its record from step to step. For torch, it is a loop
+over batches that are slices of tensors in memory. There are figures without a bar: one worker with
+all threads, and paragrad's other schedules.
+
+The timeline measures the durations of tasks in five steps of a run, and predicts the steps after
+them (`planner/step_timeline.py`, docs/how_to/timeline.md). A rank waits when it does no work.
 """
 
 from __future__ import annotations
@@ -91,7 +97,7 @@ class Setting:
 
     @property
     def steps(self) -> int:
-        """About a second of them."""
+        """The number of steps that take about a second."""
         return max(
             PREDICTED_STEPS.stop + 4,
             min(200, int(6e10 / (6 * LAYERS * self.batch * self.width**2))),
@@ -166,7 +172,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def tables(bench: Bench) -> str:
-    """The figures of every setting, and their means."""
+    """Return the table with the figures of every setting, and their means."""
 
     def shown(name: str, setting: Setting) -> str:
         return f"{bench.figures[f'{name}, {setting}']['value']:.2f}"
@@ -195,8 +201,9 @@ def tables(bench: Bench) -> str:
 
 
 def bound(halves: Workers, setting: Setting) -> Callable[[], float]:
-    """Milliseconds of a step without messages: the slower rank is always busy, the other one
-    with one micro-batch more.
+    """Return a function that measures the bound, the milliseconds of a step without messages.
+
+    It is the time of the slower rank for all micro-batches, plus that of the other rank for one.
     """
 
     def milliseconds() -> float:
@@ -208,8 +215,9 @@ def bound(halves: Workers, setting: Setting) -> Callable[[], float]:
 
 @dataclass(frozen=True)
 class Steps:
-    """Of a run: what was foretold of a step, and what the steps after it were. waits: parts of
-    the ranks' time.
+    """The predicted step of a run, and the medians of the measured steps after it.
+
+    waits_foretold, waits: the fraction of the ranks' time in which they wait.
     """
 
     foretold: float
@@ -235,8 +243,10 @@ def steps_of(record: Record) -> Steps:
 
 
 def waiting(timeline: Timeline) -> float:
-    """The part of all ranks' time in which they do nothing of their own. What was measured says
-    when a rank waits, what was foretold when it works.
+    """Return the fraction of all ranks' time in which they do no work.
+
+    A measured timeline contains the times at which a rank waits. A predicted timeline contains the
+    times at which it works.
     """
     all_ranks = len(timeline.ends) * timeline.seconds
     waits = [span.seconds for span in timeline.spans if span.lane in ("receive", "wait")]
@@ -246,7 +256,7 @@ def waiting(timeline: Timeline) -> float:
 
 
 def timelines(bench: Bench, foreseen: dict[Setting, list[Steps]]) -> None:
-    """How far off the timeline is."""
+    """Add the figures about the errors of the timeline."""
     bench.measured["timelines"] = {
         str(setting): [asdict(each) for each in steps] for setting, steps in foreseen.items()
     }
@@ -315,7 +325,7 @@ def loop(kind: str, setting: Setting) -> Loop:
 
 
 def scheduled(setting: Setting, part: nn.Module) -> Callable[[Tensor, Tensor], Any]:
-    """A step of torch.distributed.pipelining."""
+    """Return a function that makes a step with torch.distributed.pipelining."""
     import torch.distributed as dist
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
@@ -328,7 +338,9 @@ def scheduled(setting: Setting, part: nn.Module) -> Callable[[Tensor, Tensor], A
 
 
 def half(setting: Setting, part: nn.Module) -> Callable[[Tensor, Tensor], None]:
-    """The forwards and backwards of one rank, with what it would be sent at hand."""
+    """Return a function that runs the forwards and backwards of one rank. The tensors that it would
+    receive are already there.
+    """
     import torch.distributed as dist
 
     rank = dist.get_rank()

@@ -1,4 +1,4 @@
-"""Plots of the pages of docs/, in panels beside each other."""
+"""Plots for the pages of docs/, as panels next to each other."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def panels(path: Path, count: int, height: float, draw: Callable[[Sequence[Any]]
             each.xaxis.label.set_size(9)
             each.yaxis.label.set_size(9)
             for axis in (each.xaxis, each.yaxis):
-                # powers of ten would be formulas, and these are told as text
+                # plain numbers: powers of ten would be drawn as formulas, not as text
                 if axis.get_scale() == "log":
                     low, high = axis.get_view_interval()
                     axis.set_major_formatter("{x:,g}")

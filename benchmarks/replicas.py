@@ -1,9 +1,9 @@
-"""Replicas of a model in one process, averaged along a schedule: what an exchange does to
-training, without any wire.
+"""Replicas of a model in one process that are averaged along a schedule. They show what an exchange
+does to training, without a network.
 
-The parameters of all replicas are the rows of one matrix. A schedule is walked over the rows,
-and its messages carry the same values as between ranks. Gradients are averaged, or weights; and
-bugs can be planted, to see what they cost and what finds them.
+The parameters of all replicas are the rows of one matrix. A schedule is interpreted on the rows,
+and its messages contain the same values as between ranks. Gradients or weights are averaged. Bugs
+can be planted, to show what they cost and which check finds them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ BUGS = {
 
 
 class Numbers:
-    """The vectors of all ranks, a row each."""
+    """The vectors of all ranks, one row per rank, on which a schedule is interpreted."""
 
     def __init__(self, rows: np.ndarray, parts: int) -> None:
         self.rows = rows
@@ -73,8 +73,8 @@ class Numbers:
 
 
 class Reused(Numbers):
-    """A bug: each rank has one buffer to send from, and fills it again though its last message
-    may still be there.
+    """The bug of the reused buffer. Each rank sends from one buffer, and fills it again although
+    its last message may not be received yet.
     """
 
     def __init__(self, rows: np.ndarray, parts: int) -> None:
@@ -89,7 +89,7 @@ class Reused(Numbers):
 
 
 def average(rows: Tensor, schedule: Collective, bug: str | None = None) -> None:
-    """Every row becomes the mean of all."""
+    """Replace every row by the mean of all rows."""
     size, length = rows.shape
     reach = length - length % size if bug == REST else length
     reached = rows[:, :reach]
@@ -103,7 +103,7 @@ def average(rows: Tensor, schedule: Collective, bug: str | None = None) -> None:
 
 @dataclass
 class Training:
-    """How replicas train. batch: samples of each replica at a time."""
+    """The settings of a training of replicas. batch: samples of each replica in a step."""
 
     job: Job
     count: int
@@ -137,7 +137,11 @@ class Replicas:
         return self.how.job.model().to(self.how.dtype)
 
     def step(self, images: Tensor, labels: Tensor, last: bool) -> None:
-        """images: [replicas, batch, ...];  last: of its epoch."""
+        """Make one step.
+
+        images: [replicas, batch, ...].
+        last: whether the step is the last one of its epoch.
+        """
         how = self.how
         self.rows.grad = self.gradients(self.rows.detach(), images.to(how.dtype), labels)
         if how.averaged == "gradients":
@@ -147,7 +151,7 @@ class Replicas:
             average(self.rows.detach(), how.schedule, how.bug)
 
     def correct(self, dataset: MnistImages, rank: int = 0) -> float:
-        """Per cent of a data set that a replica gets right."""
+        """Return the accuracy of a replica on a data set, in per cent."""
         with torch.no_grad():
             images, labels = dataset[torch.arange(len(dataset))]
             found = functional_call(
@@ -160,7 +164,7 @@ class Replicas:
 
 
 def named(model: nn.Module, vector: Tensor) -> dict[str, Tensor]:
-    """The parameters of a model, cut from a vector."""
+    """Return the parameters of a model as views of a vector, by name."""
     sizes = [parameter.numel() for parameter in model.parameters()]
     return {
         name: piece.view_as(parameter)
@@ -177,8 +181,8 @@ def loss_of(model: nn.Module, job: Job, vector: Tensor, images: Tensor, labels: 
 def batches(
     dataset: MnistImages, how: Training, epochs: int
 ) -> Iterator[tuple[int, Tensor, Tensor, bool]]:
-    """(epoch, images [replicas, batch, ...], labels, whether it is the epoch's last) of whole
-    global batches, shuffled.
+    """Yield shuffled global batches as (epoch, images [replicas, batch, ...], labels, whether the
+    batch is the last one of its epoch). Incomplete batches are left out.
     """
     generator = torch.Generator().manual_seed(how.seed)
     together = how.count * how.batch
@@ -202,8 +206,10 @@ def trained(
     epochs: int,
     told: Callable[[int, float], None],
 ) -> dict[str, Any]:
-    """Accuracy of replica 0 after every epoch, and whether all are equal at the end.
-    told(epoch, accuracy).
+    """Train, and return the accuracy of replica 0 after every epoch, and whether all replicas are
+    equal at the end.
+
+    told: a function that is called with (epoch, accuracy) after every epoch.
     """
     replicas = Replicas(how)
     accuracies = []
@@ -216,9 +222,10 @@ def trained(
 
 
 def from_serial(how: Training, train: MnistImages, steps: int = 20) -> float:
-    """Largest difference of a replica's parameters from serial's after some steps in float64,
-    over the largest parameter: what `paragrad verify` looks at. Serial: one replica that takes
-    the whole batch.
+    """Return the largest difference of a replica's parameters from serial's, over the largest
+    parameter, after some steps in float64.
+
+    `paragrad verify` uses the same number. Serial is one replica that computes the whole batch.
     """
     ours = Replicas(Training(**{**vars(how), "dtype": torch.float64}))
     alone = Replicas(
@@ -238,8 +245,12 @@ def from_serial(how: Training, train: MnistImages, steps: int = 20) -> float:
 
 
 def checks(how: Training, train: MnistImages) -> dict[str, Any]:
-    """What finds a bug: the proof, of the one that a schedule can say; a sum of whole numbers
-    (its largest error); and, where gradients are averaged, the difference from serial.
+    """Run the checks that can find a bug, and return their results.
+
+    proof: the error of the schedule's proof, or None. Of the bugs, only "mean twice" can be planted
+    in a schedule.
+    sum: the largest error of a mean of whole numbers.
+    serial: the difference from serial, if gradients are averaged.
     """
     planted = "mean_twice" if how.bug == TWICE else None
     rows = torch.randint(
@@ -263,9 +274,11 @@ def checks(how: Training, train: MnistImages) -> dict[str, Any]:
 def rounding(
     job: Job, train: MnistImages, count: int, schedules: dict[str, Collective], batch: int
 ) -> dict[str, dict[str, float]]:
-    """How far mean gradients of one batch are from float64's, in units in the last place:
-    median, 99.9 %, and the largest error over the largest gradient. Of serial, of serial with
-    the batch in reverse order, and of `count` replicas by each schedule.
+    """Return the rounding errors of the mean gradients of one batch, compared with float64.
+
+    The errors are in units in the last place: the median and the 99.9 % quantile. The third number
+    is the largest error over the largest gradient. They are computed for serial, for serial with
+    the batch in reverse order, and for `count` replicas with each schedule.
     """
 
     def gradient(how: Training, images: Tensor, labels: Tensor) -> Tensor:

@@ -1,12 +1,12 @@
-"""What `reproducible=true` costs: exchanges of 4 ranks on one host, with it and without, over
-gloo and over shm.
+"""The cost of `reproducible=true`: exchanges of 4 ranks on one host, with and without it, over gloo
+and over shm.
 
 | figure                                                  | bar  |
 |---------------------------------------------------------|------|
 | time with it over time without, by backend and size      | none |
 
-Twice the bytes go over the wire, one small all-reduce more, and every number is turned into an
-integer and back.
+With it, ranks send twice as many bytes and make one more small all-reduce. Every number is
+converted to an integer and back.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main() -> None:
         for name, size in SIZES.items():
 
             def seconds(reproducible: bool, size: int = size) -> float:
-                # asked before the next workers
+                # safe: this is called before the loop starts the next workers
                 return max(workers.ask((size, reproducible)))  # noqa: B023
 
             times = alternated(

@@ -1,20 +1,21 @@
-"""The ring-versus-tree experiment: run time and accuracy of mnist-mlp over message size and
-over ranks.
+"""The ring-versus-tree experiment: run time and accuracy of mnist-mlp, for several message sizes
+and numbers of ranks.
 
-    python benchmarks/ring_vs_tree.py               # everything, an hour and a half; writes
-    docs/results/ring_vs_tree.md and its plots python benchmarks/ring_vs_tree.py --only links  # one
-    part; the page keeps the figures of the others
+    # everything, an hour and a half; writes docs/results/ring_vs_tree.md and its plots
+    python benchmarks/ring_vs_tree.py
+    # one part; the page keeps the figures of the other parts
+    python benchmarks/ring_vs_tree.py --only links
 
 | part     | what                                                                                                        |
 |----------|-------------------------------------------------------------------------------------------------------------|
-| host     | 2 to 16 ranks on this host over gloo: 1 to 8 on a core (of two); exchanges and whole steps                   |
-| links    | 2 to 16 hosts whose links carry 100 Mbit/s; 8 ranks, 1, 2 and 4 of them on a link (root, iproute2)           |
-| slow     | 16 hosts again, at 40 Mbit/s: is it the links, or the cores that all of them share?                          |
-| clock    | the same exchanges on 32 to 1,024 hosts, by the clock                                                        |
-| accuracy | trained at 2, 4 and 8 ranks over gloo and alone, three seeds; over the width                                 |
-| weights  | as the original did: 80 replicas, sigmoid, 20 epochs, weights averaged after every batch or every epoch      |
-| bugs     | planted bugs: what they cost, what finds them                                                                |
-| rounding | mean gradients by each algorithm, in units in the last place                                                 |
+| host     | 2 to 16 ranks on this host over gloo, which are 1 to 8 per core (of two); exchanges and whole steps         |
+| links    | 2 to 16 hosts whose links carry 100 Mbit/s; 8 ranks, with 1, 2 and 4 of them per link (root, iproute2)      |
+| slow     | 16 hosts again, at 40 Mbit/s: do the links limit the time, or the cores that all hosts share?               |
+| clock    | the same exchanges on 32 to 1,024 hosts, predicted by the clock                                             |
+| accuracy | trainings with 2, 4 and 8 ranks over gloo and with serial, three seeds; for several widths                  |
+| weights  | as the original did: 80 replicas, sigmoid, 20 epochs, weights averaged after every batch or every epoch     |
+| bugs     | planted bugs: what they cost, and which check finds them                                                    |
+| rounding | errors of the mean gradients of each algorithm, in units in the last place                                  |
 
 | figure                                                                  | bar           |
 |-------------------------------------------------------------------------|---------------|
@@ -61,7 +62,7 @@ def main() -> None:
 
     bench = Bench(__doc__, options)
     some = bench.options.only is not None
-    kept = not (bench.quick or bench.options.rounds)  # others are printed alone
+    kept = not (bench.quick or bench.options.rounds)  # a smaller sample is printed, not kept
     found = json.loads(RESULTS.read_text()) if some and RESULTS.exists() else {}
     for name in bench.options.only if some else PARTS:
         print(f"--- {name}", file=sys.stderr, flush=True)
@@ -87,7 +88,7 @@ ALGORITHMS = ("tree", "butterfly", "halving", "ring", "ring_async")
 
 
 def accuracy(bench: Bench, _: Found) -> dict[str, Any]:
-    """Trained over gloo and alone, three seeds."""
+    """Train over gloo and with serial, with three seeds."""
     epochs, seeds = (1, 1) if bench.quick else (2, 3)
 
     def compared(width: int, listed: list[str]) -> list[dict[str, Any]]:
@@ -135,7 +136,7 @@ def accuracy(bench: Bench, _: Found) -> dict[str, Any]:
 
 
 def weights(bench: Bench, _: Found) -> dict[str, Any]:
-    """80 replicas whose weights are averaged, in one process."""
+    """Train 80 replicas in one process, and average their weights."""
     job = pg.job("mnist-mlp", width=64, activation="sigmoid")
     count, epochs, batch = (8, 1, 500) if bench.quick else (80, 20, 50)
     found = {}
@@ -156,7 +157,7 @@ def weights(bench: Bench, _: Found) -> dict[str, Any]:
 
 
 def bugs(bench: Bench, _: Found) -> dict[str, Any]:
-    """Every planted bug in both kinds of averaging, beside the same without."""
+    """Train with every planted bug and without a bug, for both kinds of averaging."""
     rows = []
     for averaged, count, epochs, batch, activation in (
         ("gradients", 8, 3, 16, "relu"),
@@ -188,7 +189,7 @@ def bugs(bench: Bench, _: Found) -> dict[str, Any]:
 
 
 def roundings(bench: Bench, _: Found) -> dict[str, Any]:
-    """Of one batch of 960 samples, by every algorithm over its shares."""
+    """Measure the rounding errors of one batch of 960 samples, for every algorithm."""
     job = pg.job("mnist-mlp")
     names = ("star", "tree", "butterfly", "halving", "ring")
     schedules = {name: schedule(name) for name in names}
@@ -210,7 +211,7 @@ def told(name: str) -> Callable[[int, float], None]:
     )
 
 
-# each is given what those before it found
+# each part gets the results of the parts before it
 PARTS: dict[str, Callable[[Bench, Found], Found]] = {
     "host": host,
     "links": links,

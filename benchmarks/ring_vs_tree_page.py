@@ -1,7 +1,8 @@
-"""The page of the ring-versus-tree experiment, and its plots, from what ring_vs_tree.py found.
+"""The page of the ring-versus-tree experiment and its plots, made from the results of
+ring_vs_tree.py.
 
-The text of docs/results/ring_vs_tree.md is written by hand; what stands between `<!-- NAME -->` and
-`<!-- end -->` is written here.
+The text of docs/results/ring_vs_tree.md is written by hand. This module writes the blocks between
+`<!-- NAME -->` and `<!-- end -->`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ PAGE = DOCS / "results" / "ring_vs_tree.md"
 
 
 def accuracy_figures(bench: Bench, found: Found) -> None:
-    """The bars of the accuracies."""
+    """Add the figures of the accuracies, with their bars."""
     rows = [row for row in found["rows"] if row["width"] == 256]
     serial = fmean(rows[0]["tests"])
     of_two = [row["digests"] for row in rows if row["strategy"].startswith("data(2,")]
@@ -46,8 +47,8 @@ def accuracy_figures(bench: Bench, found: Found) -> None:
 
 
 def write(found: Found) -> None:
-    """Draw the plots and fill in the tables of the parts that were run; the page keeps its
-    words for the others.
+    """Draw the plots and write the tables of the parts that have results. The blocks of the other
+    parts do not change.
     """
     text = PAGE.read_text()
     for name, (parts, table, draw, told) in BLOCKS.items():
@@ -62,8 +63,10 @@ def write(found: Found) -> None:
 
 # ---- plots -----------------------------------------------------------------------------------
 def exchanges(axes: Any, points: Sequence[Found], over: Callable[[Found], float]) -> None:
-    """Dots: measured, the median, and from the lowest to the highest. Lines: the clock. Dotted:
-    closed form.
+    """Plot the times of exchanges.
+
+    Dots with bars are measured: the median, the lowest and the highest. Lines are the clock's
+    predictions. Dotted lines are closed forms.
     """
     for number, series in enumerate(ORDER):
         mine = sorted((point for point in points if point["series"] == series), key=over)
@@ -93,7 +96,7 @@ def exchanges(axes: Any, points: Sequence[Found], over: Callable[[Found], float]
 
 
 def spread(points: Sequence[Found]) -> list[list[float]]:
-    """How far below and above its median each was measured."""
+    """Return the distances from each median to the lowest and to the highest measurement."""
     middle = [(point["measured"], median(point["measured"])) for point in points]
     return [
         [value - min(taken) for taken, value in middle],
@@ -102,7 +105,7 @@ def spread(points: Sequence[Found]) -> list[list[float]]:
 
 
 def logarithmic(axes: Any, first: float) -> None:
-    """Both axes, with numbers as people write them; over ranks in powers of two."""
+    """Make both axes logarithmic, with plain numbers. An axis of ranks has powers of two."""
     axes.set(yscale="log")
     if isinstance(first, int):
         axes.set_xscale("log", base=2)
@@ -142,7 +145,9 @@ def ranks(found: Found, path: Path) -> None:
 
 
 def steps(found: Found, path: Path) -> None:
-    """Dots: measured. Lines: steps without exchange, and the clock's exchange."""
+    """Plot the times of steps. Dots are measured. Lines are predictions: a measured step without
+    exchange plus the clock's exchange.
+    """
 
     def draw(axes: Sequence[Any]) -> None:
         for number, (each, where) in enumerate(zip(axes, ("host", "links") * 2, strict=True)):
@@ -266,7 +271,7 @@ def weights(found: Found, path: Path) -> None:
     panels(path, 2, 330, draw)
 
 
-# a block of the page -> the parts it needs, its table, its plot and what that shows
+# a block of the page -> the parts that it needs, its table, its plot, and the caption of the plot
 BLOCKS: dict[
     str, tuple[tuple[str, ...], Callable[[Found], str], Callable[[Found, Path], None] | None, str]
 ] = {

@@ -1,5 +1,5 @@
-"""The tables of the ring-versus-tree experiment's page, in Markdown, from what ring_vs_tree.py
-found.
+"""The tables on the page of the ring-versus-tree experiment, in Markdown, made from the results of
+ring_vs_tree.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ORDER = (
     "OpenMPI",
 )
 NAMES = {"native": "gloo's own", "OpenMPI": "OpenMPI's own"}
-STEPS = 469  # of an epoch: 60,000 samples in batches of 128
+STEPS = 469  # per epoch: 60,000 samples in batches of 128
 Found = dict[str, Any]
 
 
@@ -51,7 +51,9 @@ def of_ranks(found: Found) -> dict[str, list[Found]]:
 
 
 def foretold(found: Found, step: Found) -> float:
-    """Seconds of a step: what it takes without exchange, and the clock's exchange."""
+    """Return the predicted seconds of a step: the measured step without exchange, plus the clock's
+    exchange.
+    """
 
     def same(other: Found) -> bool:
         return all(other[key] == step[key] for key in ("ranks", "group", "width"))
@@ -70,7 +72,7 @@ def foretold(found: Found, step: Found) -> float:
 
 
 def shown(point: Found | None) -> str:
-    """Measured milliseconds, and the clock's error."""
+    """Return the measured milliseconds and the clock's error, as the text of a table cell."""
     if point is None:
         return ""
     taken = median(point["measured"])
@@ -131,8 +133,9 @@ def ranks(found: Found) -> str:
 
 
 def slow(found: Found) -> str:
-    """The most hosts, on both kinds of links: what the clock says of algorithms where cores
-    have time, and where not.
+    """Return the table of 16 hosts on both kinds of links.
+
+    It shows the clock's errors when the cores have time (slow links) and when they do not.
     """
     fast = [
         point for point in found["links"]["points"] if (point["ranks"], point["width"]) == (16, 256)
@@ -172,7 +175,9 @@ def far(found: Found) -> str:
 
 
 def ratios(found: Found) -> str:
-    """Each tree over the ring: measured, by the clock, by formula."""
+    """Return the table of the times of each tree over the ring: measured, by the clock, and by the
+    formula.
+    """
     points = [point for point in found["links"]["points"] if point["group"] == 1]
     rows = []
     for ranks, width in [(8, width) for width in (16, 256, 4096)] + [

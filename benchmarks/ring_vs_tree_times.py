@@ -1,5 +1,5 @@
-"""Times for the ring-versus-tree experiment (ring_vs_tree.py): exchanges and steps, on one
-host, on limited links, by clock.
+"""Times for the ring-versus-tree experiment (ring_vs_tree.py): exchanges and steps on one host, on
+limited links, and predicted by the clock.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from paragrad.strategies.data import Data
 from paragrad.strategies.registry import strategy
 
 WIDTHS = (16, 64, 256, 1024, 4096)
-WIDTH = 256  # where ranks vary
+WIDTH = 256  # the width at which the number of ranks varies
 STEPPED = (16, 256, 4096)  # widths whose whole steps are timed
 OURS = (
     "tree",
@@ -40,28 +40,28 @@ OURS = (
     "two_level",
 )
 STEPS = ("tree", "ring", "native")  # series whose whole steps are timed
-RANKS = (2, 4, 8, 16)  # of one host
-HOSTS = ((8, 1), (4, 2), (2, 4), (2, 1), (4, 1), (16, 1))  # hosts and their ranks
+RANKS = (2, 4, 8, 16)  # on one host
+HOSTS = ((8, 1), (4, 2), (2, 4), (2, 1), (4, 1), (16, 1))  # (hosts, ranks per host)
 MEGABITS = 100
 SLOW = 40
-FAR = (32, 64, 128, 256, 512, 1024)  # hosts by the clock
+FAR = (32, 64, 128, 256, 512, 1024)  # hosts of the clock's predictions
 BATCH = 128
 
 
 def bytes_of(width: int) -> int:
-    """Of the gradients of mnist-mlp."""
+    """Return the bytes of the gradients of mnist-mlp."""
     return 4 * (401_930 + 523 * width)
 
 
 def groups(ranks: int) -> int:
-    """Of two_level, where every rank has a link of its own: the square root, or the power of
-    two below.
+    """Return the group size of two_level if every rank has its own link: the square root of the
+    number of ranks, or the power of two below it.
     """
     return 2 ** ((ranks.bit_length() - 1) // 2)
 
 
 def schedule(series: str, inner: int = 1) -> Any:
-    """The algorithm of a series; inner: ranks of a group of two_level."""
+    """Return the algorithm of a series. inner: the number of ranks in a group of two_level."""
     chosen = strategy(
         f"data(8, reduce={f'two_level(group={inner})' if series == 'two_level' else series})"
     )
@@ -70,7 +70,7 @@ def schedule(series: str, inner: int = 1) -> Any:
 
 
 def host(bench: Bench, _: dict[str, Any]) -> dict[str, Any]:
-    """One host: ranks share its cores."""
+    """Measure on one host, whose cores all ranks share."""
     found: dict[str, Any] = {"points": [], "steps": [], "clusters": []}
     for ranks in RANKS:
         with ExitStack() as stack:
@@ -93,8 +93,9 @@ def host(bench: Bench, _: dict[str, Any]) -> dict[str, Any]:
 def linked(
     bench: Bench, count: int, group: int, megabits: float, found: dict[str, Any]
 ) -> Iterator[tuple[Workers, Cluster]]:
-    """Ranks on hosts with limited links, and what is measured of them; all packets have come,
-    in order.
+    """Start ranks on hosts with limited links, and yield them with their measured cluster.
+
+    At the end, add the figures about packets that were dropped or out of order.
     """
     with hosts(count, megabits=megabits) as machines:
 
@@ -116,7 +117,7 @@ def linked(
 
 
 def links(bench: Bench, _: dict[str, Any]) -> dict[str, Any]:
-    """Hosts on limited links, of one rank or more."""
+    """Measure on hosts with limited links, with one or more ranks per host."""
     found: dict[str, Any] = {"points": [], "steps": [], "clusters": []}
     for count, group in HOSTS:
         with linked(bench, count, group, MEGABITS, found) as (workers, cluster):
@@ -130,8 +131,8 @@ def links(bench: Bench, _: dict[str, Any]) -> dict[str, Any]:
 
 
 def slow(bench: Bench, _: dict[str, Any]) -> dict[str, Any]:
-    """The most hosts on slower links, where the machine's cores have more time for each
-    byte.
+    """Measure on 16 hosts with slower links, so that the cores of the machine have more time for
+    each byte.
     """
     count, group = HOSTS[-1]
     found: dict[str, Any] = {"clusters": [], "megabits": SLOW}
@@ -144,8 +145,8 @@ def slow(bench: Bench, _: dict[str, Any]) -> dict[str, Any]:
 
 
 def clock(bench: Bench, found: dict[str, Any]) -> dict[str, Any]:
-    """More hosts than there are: by the clock and by closed form, from the link that `links`
-    measured on 8 hosts.
+    """Predict the times on more hosts, by the clock and by closed form. The link is the one that
+    `links` measured on 8 hosts.
     """
     if "links" not in found:
         raise Refused(
@@ -165,7 +166,7 @@ def clock(bench: Bench, found: dict[str, Any]) -> dict[str, Any]:
     for ranks in FAR[:2] if bench.quick else FAR:
         for series in OURS:
             algorithm = schedule(series, groups(ranks))
-            # two million messages, and none like another
+            # this ring on more ranks has two million messages, all different, so it is left out
             played = series != "ring(blocking=true)" or ranks <= 128
             points.append(
                 {
@@ -195,7 +196,7 @@ def exchanged(
     mpi: Workers | None = None,
     **facts: Any,
 ) -> Iterator[dict[str, Any]]:
-    """Every series at some widths: measured, by the clock, and by closed form."""
+    """Yield the times of every series at some widths: measured, by the clock, by closed form."""
     ranks = facts["ranks"]
     group = facts["group"]
     inner = group if group > 1 else groups(ranks)
@@ -237,8 +238,9 @@ def exchanged(
 
 
 def formed(algorithm: Any, ranks: int, size: int, cluster: Cluster) -> float | None:
-    """The textbook's time: alpha, beta and gamma alone. None where it has none, as where ranks
-    share a link.
+    """Return the time of the textbook's formula, which has only alpha, beta and gamma.
+
+    Return None if there is no formula, as for ranks that share a link.
     """
     if cluster.group > 1:
         return None
@@ -254,7 +256,7 @@ def formed(algorithm: Any, ranks: int, size: int, cluster: Cluster) -> float | N
 def stepped(
     bench: Bench, workers: Workers, widths: tuple[int, ...], rounds: int, **facts: Any
 ) -> Iterator[dict[str, Any]]:
-    """Seconds of whole training steps, and of steps without any exchange."""
+    """Yield the seconds of whole training steps, and of steps without an exchange."""
     for width in sorted({*widths} & {*STEPPED}):
         names = ["none", *STEPS]
         times = alternated(
@@ -276,7 +278,7 @@ def stepped(
 
 # ---- in a rank -------------------------------------------------------------------------------
 def worker_of_mpi(address: str) -> None:
-    """OpenMPI's own all-reduce, timed as the others are."""
+    """Time OpenMPI's own all-reduce in the same way as the others."""
     import numpy
     from mpi4py import MPI
 
@@ -314,8 +316,8 @@ def worker(address: str) -> None:
         return watch.seconds((name, size), lambda: run_all_reduce(algorithm, vector, world))
 
     def cluster(group: int) -> Cluster:
-        """The links between hosts and inside of one, as rank 0 sees them; all ranks are on one
-        machine and share its cores.
+        """Measure the links between hosts and inside a host, as rank 0 sees them. All ranks are on
+        one machine and share its cores.
         """
         found = Cluster(
             measure_link(world, peer=group)[0],
@@ -328,7 +330,7 @@ def worker(address: str) -> None:
         return world.broadcast_object(found)  # type: ignore[no-any-return]
 
     def step(name: str, width: int) -> float:
-        """The median of some steps after the first, each from the same moment on all ranks."""
+        """Return the median of the steps after the first one. All ranks begin a step together."""
         job = pg.job("mnist-mlp", width=width)
         model = job.build_model()
         taken = []

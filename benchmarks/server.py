@@ -1,27 +1,34 @@
-"""Parameter servers: what a push and a pull cost beside the copies they are, and where a
-server's link is full.
+"""Parameter servers: the time of a push and a pull, compared with plain copies of the same bytes;
+and how well they use the links.
 
-    python benchmarks/server.py --check             # hosts of this machine at 100 Mbit/s (root,
-    iproute2) python benchmarks/server.py --check --page      # the same, written into
-    docs/techniques/server.md
+    # simulated hosts of this machine at 100 Mbit/s (needs root and iproute2)
+    python benchmarks/server.py --check
+    # the same, written into docs/techniques/server.md
+    python benchmarks/server.py --check --page
 
 | figure                                                                                             | bar          |
 |----------------------------------------------------------------------------------------------------|--------------|
-| time of a push and a pull, two workers and one server on one host, over two copies by their
-sockets | at most 1.5  |
+| time of a push and a pull, two workers and one server on one host, over two copies by their sockets | at most 1.5  |
 | of the links, server(4, servers=4), every process on a host of its own at 100 Mbit/s               | at least 0.9 |
 
-4 MB of parameters. The copies go through the very same sockets, by pyzmq alone: both workers
-send as many bytes, both hear that they came, ask, and get as many back. A push and a pull are
-what makes a step: gradients are put into one vector, looked at, added up and divided, and
-parameters are put into their places; what the optimizer (SGD) takes for its update stands
-beside it. On one host (ipc) vectors lie in shared memory, and the sockets carry where; over
-TCP, with and without encryption, they carry all. Without a bar: seconds a step of 1 to 8
-workers and 1, 2, 4 servers, by their records, on one host and on as many hosts as processes:
-ranks 0 to p - 1 are the workers, those after them the servers, each alone behind a link of its
-own. A link carries both ways at a time, but all push before all pull: each way rests for half
-of a step, and the most that can be reached is the closed form 2 p n beta / S at a server's
-link, or 2 n beta at a worker's, where there are more servers than workers.
+The model has 4 MB of parameters. The copies use the same sockets, with pyzmq alone. Both workers
+send that many bytes, receive an acknowledgement, send a request, and receive the same number of
+bytes.
+
+A push and a pull do everything that a step needs: gradients are copied into one vector, checked,
+summed and divided, and parameters are copied to their places. The time with the update of the
+optimizer (SGD) is a separate figure. On one host (ipc), the vectors are in shared memory, and the
+sockets carry their locations only. Over TCP, with and without encryption, the sockets carry the
+vectors.
+
+There are figures without a bar: seconds of a step for 1 to 8 workers and 1, 2, 4 servers, read from
+their records. They run on one host, and with one host per process. Ranks 0 to p - 1 are the
+workers, the ranks after them are the servers. Each has a link of its own.
+
+A link carries data in both directions at the same time. But all workers push before all pull, so
+each direction is unused for half of a step. Therefore the shortest possible time is the closed form
+2 p n beta / S at the link of a server. If there are more servers than workers, it is 2 n beta at
+the link of a worker.
 """
 
 from __future__ import annotations
@@ -65,18 +72,18 @@ from paragrad.runtime.world import World
 
 SIDE = 512
 LAYERS = 4
-BYTES = 4 * LAYERS * SIDE**2  # of parameters: 4 MB
+BYTES = 4 * LAYERS * SIDE**2  # bytes of the parameters: 4 MB
 TRANSPORTS = ("ipc", "TCP", "TCP, encrypted")
 WHOLE = torch.zeros(BYTES // 4)
 THEIRS = "two copies, pyzmq alone"
 OURS = "a push and a pull"
 UPDATED = "with SGD's update"
-TURNS = 30  # of which the median counts
+TURNS = 30  # their median counts
 WORKERS = (1, 2, 4, 8)
 SERVERS = (1, 2, 4)
 MEGABITS = 100
 MOST = ("server(4, servers=4)", 4, 4)
-# of a training on hosts, of which the first three are not counted
+# steps of a training on hosts; the first three do not count
 STEPS = 7
 PAGE = DOCS / "techniques" / "server.md"
 RESULTS = FIGURES / "server.json"
@@ -88,7 +95,7 @@ def model() -> nn.Module:
 
 @dataclass(frozen=True)
 class Setting:
-    """A job whose steps compute next to nothing."""
+    """A job whose steps need almost no computation."""
 
     steps: int = STEPS
 
@@ -107,7 +114,7 @@ class Setting:
 
 # ---- a push and a pull, in two workers and a server ------------------------------------------
 def copies(address: str) -> None:
-    """Answer (transport, what) with the median of the seconds that it takes."""
+    """Answer orders (transport, what) with the median of the seconds that the work takes."""
     torch.set_num_threads(1)
     allocator.keep_freed_memory()  # as in the ranks of a training
     with join_launched_world("gloo") as world:
@@ -124,7 +131,7 @@ def copies(address: str) -> None:
 def side(
     world: World, transport: str
 ) -> server_exchange.ServerExchange | worker_exchange.WorkerExchange:
-    """This rank's, over a transport. Collective."""
+    """Make this rank's exchange, of a worker or of the server, over a transport. Collective."""
     made = model()
     strategy = pg.strategy("server(2)")
     for parameter in made.parameters():
@@ -143,23 +150,24 @@ def side(
             stack.enter_context(mock.patch.object(server_exchange, "Listener", bare))
         if world.rank < 2:
             asks = worker_exchange.WorkerExchange(strategy, replica, world, StepLog(None), None)
-            _ = asks.shared_memory_use  # they look whether vectors may
+            _ = asks.shared_memory_use  # asks the server whether shared memory can be used
             return asks
         serves = server_exchange.ServerExchange(strategy, replica, world, StepLog(None), None)
-        for _ in range(2 if transport == "ipc" else 0):  # they look whether vectors may lie
+        # answer the two workers, which ask whether shared memory can be used
+        for _ in range(2 if transport == "ipc" else 0):
             answered(serves)
         return serves
 
 
 def bare(longest: int, host: str, keys: KeyPair, **more: Any) -> Listener:
-    """A server's socket over TCP that encrypts nothing, as paragrad makes none."""
+    """Make a server's socket over TCP without encryption. paragrad itself has no such socket."""
     found = Listener(longest, None, keys, Address(f"tcp://{host}:*"), **more)
     found.address = Address(found.socket.get_string(zmq.LAST_ENDPOINT))
     return found
 
 
 def turns(own: Any, whose: str) -> Callable[[], object]:
-    """A push and a pull of this rank."""
+    """Return a function that does this rank's part of a push and a pull."""
     if isinstance(own, server_exchange.ServerExchange):
         own.shard.draw_alike = lambda name, step, update: update() if whose == UPDATED else None
         return partial(handed, own) if whose == THEIRS else partial(taken, own)
@@ -174,7 +182,7 @@ def in_step(world: World, turn: Callable[[], object]) -> float:
 
 
 def taken(own: server_exchange.ServerExchange) -> None:
-    # two pushes, two that ask for the update
+    # two pushes, and two requests for the update
     for _ in range(4):
         answered(own)
 
@@ -193,7 +201,7 @@ def stepped(own: worker_exchange.WorkerExchange) -> None:
 
 
 def handed(own: server_exchange.ServerExchange) -> None:
-    """What the server does, without what is ours."""
+    """Do the server's part of the copies with pyzmq alone."""
     line = own.listener.socket
     vector = view_bytes(WHOLE)
     pushed = [line.recv_multipart(copy=False) for _ in range(2)]
@@ -242,8 +250,10 @@ def pushes_and_pulls(bench: Bench) -> None:
 
 # ---- steps of trainings ----------------------------------------------------------------------
 def on_hosts(cluster: Cluster, folder: Path, workers: int, servers: int) -> float:
-    """Seconds a step. Each rank is started as torchrun would start it, without its agent, which
-    would cost as much again.
+    """Train on hosts, and return the seconds of a step.
+
+    Each rank is started with the variables of torchrun, but without torchrun's agent, which would
+    cost as much again.
     """
     place = tempfile.mkdtemp(dir=folder)
     size = workers + servers
@@ -271,7 +281,7 @@ def on_hosts(cluster: Cluster, folder: Path, workers: int, servers: int) -> floa
 
 
 def closed_form(workers: int, servers: int) -> float:
-    """Seconds a step, by the busiest link."""
+    """Return the seconds of a step on the busiest link."""
     return 2 * max(workers / servers, 1.0) * BYTES * 8e-6 / MEGABITS
 
 

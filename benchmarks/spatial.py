@@ -1,24 +1,27 @@
-"""Steps of one image over two ranks on one host: ours, and bounds; what travels, and what is
-kept.
+"""Steps on one image that is divided over two ranks of one host, compared with bounds; the bytes
+that ranks send, and the activations that they keep.
 
-    python benchmarks/spatial.py --check            # both ranks on this machine, one thread
-    each
+    # both ranks on this machine, one thread each
+    python benchmarks/spatial.py --check
 
 | figure | bar |
 |---|---|
 | speed over the bound's: every size | at least 0.9 |
 | bytes that a rank sends in a step, off those of the plan | 0 |
-| bytes that a rank fetches for a layer, off the closed form's (samples x channels x columns x
-half a kernel) | 0 |
+| bytes that a rank fetches for a layer, off the closed form's (samples x channels x columns x half a kernel) | 0 |
 | activations of the fullest rank, over serial's | at most 0.56 |
 
-Six 3x3 convolutions of 32 channels, each with a ReLU, on one image of 256 x 256 and of 1024 x
-1024; the mean of each channel, and cross-entropy; float32, SGD. The bound is of two processes
-that each make a step of their half of the image, without exchange, both at once. Ours is a
-whole training, timed by its record from step to step; the bound a loop over images in memory.
-Beside it, without a bar: the bound in step (its processes wait for each other after every step,
-so that each step takes as long as the slower of them), one worker with one thread, and with
-all.
+The model has six 3x3 convolutions of 32 channels, each with a ReLU, and returns the mean of each
+channel. It runs on one image of 256 x 256 and of 1024 x 1024. Training uses cross-entropy, float32
+and SGD.
+
+The bound is the time of two processes that run at the same time without an exchange. Each makes
+steps of its half of the image, in a loop over images in memory. The strategy is measured by a whole
+training, timed by its record from step to step.
+
+There are figures without a bar: the bound in step, one worker with one thread, and one worker with
+all threads. For the bound in step, the two processes wait for each other after every step, so that
+each step takes as long as the slower one.
 """
 
 from __future__ import annotations
@@ -65,7 +68,7 @@ class Convolutions(nn.Module):
 
 @dataclass(frozen=True)
 class Setting:
-    """Rows and columns of the image."""
+    """The size of the image: its number of rows, which equals its number of columns."""
 
     size: int
 
@@ -92,7 +95,7 @@ class Setting:
 
     @property
     def steps(self) -> int:
-        """A few seconds of them."""
+        """The number of steps that take a few seconds."""
         return max(6, min(40, int(20 * (256 / self.size) ** 2)))
 
 
@@ -138,7 +141,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def counted(bench: Bench) -> None:
-    """What is not of time: bytes and memory."""
+    """Add the figures about bytes and memory."""
     setting = SETTINGS[0]
     plan = inspect_model(strategy("spatial(2)"), Convolutions(), setting.data()[0][:1])
     closed = CHANNELS * setting.size * (KERNEL // 2) * 4

@@ -1,4 +1,5 @@
-"""From a command, or a call in a script, to the end of the first training step on the digits.
+"""The time from a command, or from a call in a script, to the end of the first training step of the
+job `digits`.
 
 | figure (seconds; medians, differences and ratios round by round)                      | bar          |
 |---------------------------------------------------------------------------------------|--------------|
@@ -7,9 +8,9 @@
 | script, first step of the second call, 2 ranks                                        | at most 0.3  |
 | command, serial; 2 and 4 ranks over torchrun with plain DDP; script, first call       | (no bar)     |
 
-The commands are `python -m paragrad train digits`, and `torchrun` with `start_up_ddp.py`: the
-same data, model, batch and optimizer. In one round each runs once. Everything is timed from
-outside, by the files that appear.
+The commands are `python -m paragrad train digits`, and `torchrun` with `start_up_ddp.py`, which has
+the same data, model, batch and optimizer. In a round each command runs once. This program measures
+all times from outside, by the files that the commands write.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from pathlib import Path
 from common import Bench, alternated, differences, ratios
 
 LIMIT = 120.0  # seconds for a command
-LOOK = 0.002  # seconds between two looks at a file
+LOOK = 0.002  # seconds between two checks of a file
 HERE = Path(__file__).parent
 
-# two calls; each tells when it begins
+# a script with two calls; it prints the time before each call
 SCRIPT = textwrap.dedent("""
     import sys, time
     import paragrad as pg
@@ -42,15 +43,15 @@ SCRIPT = textwrap.dedent("""
 
 
 def stepped(folder: Path) -> bool:
-    """Has a run below the folder recorded its first step? (Or the peer, which makes a file of
-    that name.)
+    """Return whether a run below the folder has recorded its first step. The peer writes a file of
+    the same name.
     """
     return any(b'"step"' in path.read_bytes() for path in folder.glob("*/rank-0.jsonl"))
 
 
 def watched(words: Sequence[str], folders: Sequence[Path]) -> tuple[float, list[float], str]:
-    """Run a command to its end: when it was started, when the first step in each folder was
-    done, what it printed.
+    """Run a command to its end, and return when it was started, when the first step in each folder
+    was done, and the output.
     """
     begun = time.monotonic()
     seen = []
@@ -65,7 +66,7 @@ def watched(words: Sequence[str], folders: Sequence[Path]) -> tuple[float, list[
                 seen.append(time.monotonic())
             if time.monotonic() - begun > LIMIT:
                 running.kill()
-            # torchrun and ours are looked at alike, from outside, by their files
+            # polling treats torchrun and paragrad alike: both are seen only by their files
             time.sleep(LOOK)
         output.seek(0)
         printed = output.read()
@@ -75,8 +76,8 @@ def watched(words: Sequence[str], folders: Sequence[Path]) -> tuple[float, list[
 
 
 def command(*words: str) -> Callable[[], float]:
-    """A measure: seconds from a command, which is given a folder as its last word, to its first
-    step.
+    """Return a function that measures the seconds from a command to its first step. The last word
+    of the command is a folder.
     """
 
     def measure() -> float:
@@ -113,7 +114,7 @@ def torchrun(workers: int) -> Callable[[], float]:
 
 
 def calls(strategy: str, backend: str) -> tuple[float, float]:
-    """Seconds from each of two calls in one script to its first step."""
+    """Run a script with two calls, and return the seconds from each call to its first step."""
     with tempfile.TemporaryDirectory() as folder:
         folders = [Path(folder, name) for name in ("first", "second")]
         script = Path(folder, "script.py")
@@ -132,7 +133,7 @@ def main() -> None:
 
     bench = Bench(__doc__, options)
     rounds = bench.rounds(7, quick=2)
-    # torchrun chooses it; we divide the cores
+    # torchrun sets this variable itself, and paragrad divides the cores over its ranks
     os.environ.pop("OMP_NUM_THREADS", None)
     second: dict[int, list[float]] = {2: [], 4: []}
 

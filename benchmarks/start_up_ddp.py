@@ -37,6 +37,6 @@ for inputs, target in DataLoader(
     if rank == 0 and not told.exists():
         told.parent.mkdir(parents=True)
         told.write_text('{"kind": "step"}\n')
-dist.barrier()  # who leaves early appears to the other as a closed connection
+dist.barrier()  # if a rank ends early, the other rank fails with a closed connection
 del model
 dist.destroy_process_group()

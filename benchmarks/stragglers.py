@@ -1,23 +1,25 @@
-"""Workers that are slow, always or now and then: who waits for them, and who does not.
+"""Slow workers, always slow or only sometimes: which strategies wait for them, and which do not.
 
-    python benchmarks/stragglers.py --check --data DIR python benchmarks/stragglers.py --check
-    --page --data DIR   # the same, written into docs/results/stragglers.md
+    python benchmarks/stragglers.py --check --data DIR
+    # the same, written into docs/results/stragglers.md
+    python benchmarks/stragglers.py --check --page --data DIR
 
 | figure | bar |
 |---|---|
-| samples a second, one worker always 3x slower: server(4, sync=asp) over server(4) | at least
-1.8 |
+| samples a second, one worker always 3x slower: server(4, sync=asp) over server(4) | at least 1.8 |
 | the same, data(4, shares=auto) over data(4), in their second epoch | at least 1.5 |
-| samples a second, every worker 3x slower in a random fifth of its steps: server(4, sync=asp)
-over server(4) | at least 1.3 |
+| samples a second, every worker 3x slower in a random fifth of its steps: server(4, sync=asp) over server(4) | at least 1.3 |
 | the same, server(4, sync=ssp(4)) over server(4) | at least 1.3 |
 | points of accuracy that asp and ssp(4) are below server(4), means of the seeds | at most 0.5 |
 
-mnist-mlp, an epoch a run (two of data), three seeds. A full share is stretched by waiting to 50
-ms, another in proportion, so that the cores are not what is measured. Samples a second are of
-an epoch, from its first step's beginning to its last's end. The plot is of the first seed: the
-mean loss of a hundred shares after another, over the seconds since the run's first step.
-Without a bar: bsp with a backup worker, and local(4, every=16).
+Each run trains mnist-mlp for one epoch (two for `data`), with three seeds. A worker waits until the
+step of a full share has taken 50 ms; for other shares the time is in proportion. So the speed of
+the cores does not matter.
+
+Samples a second are those of an epoch, from the beginning of its first step to the end of its last
+step. The plot is of the first seed. It shows the mean loss of every hundred shares in a row, over
+the seconds since the first step of the run. There are figures without a bar: bsp with a backup
+worker, and local(4, every=16).
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ TOLD = (
 
 
 def steps(run: pg.Run) -> list[Line]:
-    """Of all workers, as they ended."""
+    """Return the steps of all workers, in the order in which they ended."""
     record = Record(run.folder, spans=False)
     return sorted(
         (line for lines in record.ranks for line in lines if line["kind"] == "step"),
@@ -71,7 +73,7 @@ def steps(run: pg.Run) -> list[Line]:
 
 
 def rates(run: pg.Run) -> list[float]:
-    """Samples a second of every epoch."""
+    """Return the samples per second of every epoch."""
     epochs: dict[int, list[Line]] = defaultdict(list)
     for line in steps(run):
         epochs[line["epoch"]].append(line)
@@ -86,7 +88,7 @@ def rates(run: pg.Run) -> list[float]:
 
 
 def losses(run: pg.Run) -> list[tuple[float, float]]:
-    """(seconds, the mean loss of the hundred shares until then)."""
+    """Return pairs (seconds, mean loss of the hundred shares before this time)."""
     lines = steps(run)
     begun = min(line["start"] for line in lines)
     parts = [lines[first : first + 100] for first in range(0, len(lines), 100)]

@@ -1,8 +1,8 @@
-"""Steps of layers split over two ranks on one host: ours, DTensor's parallelize_module over
-gloo and over shm, and bounds.
+"""Steps of layers that are split over two ranks of one host: paragrad, DTensor's parallelize_module
+over gloo and over shm, and bounds.
 
-    python benchmarks/tensor.py --check             # both ranks on this machine, one thread
-    each
+    # both ranks on this machine, one thread each
+    python benchmarks/tensor.py --check
 
 | figure | bar |
 |---|---|
@@ -11,13 +11,18 @@ gloo and over shm, and bounds.
 | speed over DTensor on shm: every setting | at least 1.0 |
 | speed over the bound's: MLP, batch 64 | at least 0.85 |
 
-MLP 784-2048-2048-2048-10 in float32, cross-entropy, at batch 64 and 16; a GPT block, 512 wide,
-8 heads, 128 tokens, batch 4, mean squared error; SGD. The bound is of two processes that each
-make a step of their half of every layer, without exchange, both at once. Ours is a whole
-training, timed by its record from step to step; DTensor's (columns and rows named by hand) is a
-loop over batches cut out of tensors in memory. Beside it, without a bar: the bound in step (its
-processes wait for each other after every step, so that each step takes as long as the slower of
-them), and one worker with all threads.
+There are two models in float32 with SGD: an MLP 784-2048-2048-2048-10 with cross-entropy and
+batches of 64 and 16; and a GPT block of width 512 with 8 heads, 128 tokens, batches of 4 and mean
+squared error.
+
+The bound is the time of two processes that run at the same time without an exchange. Each makes
+steps of its half of every layer. For paragrad, a whole training is timed by its record from step to
+step. For DTensor (whose columns and rows are named by hand), it is a loop over batches that are
+slices of tensors in memory.
+
+There are figures without a bar: the bound in step, and one worker with all threads. For the bound
+in step, the two processes wait for each other after every step, so that each step takes as long as
+the slower one.
 """
 
 from __future__ import annotations
@@ -50,7 +55,7 @@ TOKENS = 128
 
 
 class Block(nn.Module):
-    """As GPT has it. part: of the heads and of the neurons."""
+    """A transformer block of GPT. part: the number of ranks that divide its heads and neurons."""
 
     def __init__(self, part: int = 1) -> None:
         super().__init__()
@@ -74,8 +79,10 @@ class Block(nn.Module):
 
 
 def perceptron(part: int = 1) -> nn.Sequential:
-    """part: columns of the first layer, rows of the second, and so on; each gives and takes
-    what a rank has of the others.
+    """Return an MLP, or one of `part` parts of it.
+
+    A part has columns of the first layer, rows of the second, and so on. Each layer has the inputs
+    and outputs that one rank has.
     """
     layers: list[nn.Module] = []
     for number, (into, out) in enumerate(itertools.pairwise(WIDTHS)):
@@ -130,7 +137,7 @@ class Setting:
 
     @property
     def steps(self) -> int:
-        """About a second of them."""
+        """The number of steps that take about a second."""
         products = self.batch * (
             sum(map(math.prod, itertools.pairwise(WIDTHS))) if self.deep else 12 * WIDE**2 * TOKENS
         )
@@ -206,7 +213,7 @@ def loop(kind: str, setting: Setting) -> Loop:
 
 
 def parallelized(model: nn.Module) -> nn.Module:
-    """By torch.distributed.tensor.parallel, with the plan that its tutorial has."""
+    """Split a model by torch.distributed.tensor.parallel, with the plan of its tutorial."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,

@@ -1,5 +1,5 @@
-"""Milliseconds a step, from step to step: of whole trainings of ours, by their records, and of
-loops in workers.
+"""Milliseconds per step, from step to step: of whole paragrad trainings, read from their records,
+and of loops in workers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from paragrad.validation.validate import validate_run
 
 
 class Setting(Protocol):
-    """A job, and how many steps of it are made."""
+    """A job, and the number of its steps to run."""
 
     def job(self) -> pg.Job: ...
 
@@ -70,8 +70,10 @@ def theirs(workers: Workers, setting: Setting) -> Callable[[], float]:
 
 
 def of_ddp(job: pg.Job, batch: int, steps: int, data: Path) -> list[float]:
-    """In a rank that torchrun started: when each step of a plain loop over DDP on gloo began,
-    on parts of a job's first samples.
+    """Train with DDP over gloo in a plain loop, and return the start time of each step.
+
+    This runs in a rank that torchrun started. The batch is the first samples of the job, divided
+    over the ranks.
     """
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
@@ -91,7 +93,7 @@ def of_ddp(job: pg.Job, batch: int, steps: int, data: Path) -> list[float]:
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(inputs), targets).backward()
         optimizer.step()
-    # who is done first would close what the others still read
+    # without it, the first rank to finish would close connections that other ranks still read
     dist.barrier()
     dist.destroy_process_group()
     return starts
@@ -100,8 +102,10 @@ def of_ddp(job: pg.Job, batch: int, steps: int, data: Path) -> list[float]:
 # ---- in a rank of a peer ---------------------------------------------------------------------
 @dataclass(frozen=True)
 class Loop:
-    """What a loop over batches is made of. step: of inputs and targets, to their gradients;
-    batch: of the number of a step.
+    """The parts of a loop over batches.
+
+    step: computes the gradients from inputs and targets.
+    batch: returns the batch of a step, given the number of the step.
     """
 
     update: torch.optim.Optimizer
@@ -110,11 +114,10 @@ class Loop:
 
 
 def looped(kind: str, address: str, made: Callable[[Any], Loop]) -> None:
-    """Answer each setting with the moments at which steps began, as one would write them with
-    torch alone.
+    """Train each requested setting with torch alone, and answer with the start times of its steps.
 
-    kind: of the peer; its ranks meet over gloo where it says so, otherwise over shm, and after
-    every step if it is in step.
+    kind: the kind of the peer. If it contains "gloo", the ranks use gloo, otherwise shm. If it
+    contains "in step", the ranks wait for each other after every step.
     """
     import paragrad.backends  # noqa: F401
 
@@ -147,6 +150,8 @@ def backward_of(
 
 
 def shuffled(inputs: Tensor, targets: Tensor, batch: int) -> Callable[[int], tuple[Tensor, Tensor]]:
-    """Batches of a dataset in memory, again and again."""
+    """Return a function that gives the batch of a step, from a dataset in memory. After the last
+    batch it begins again with the first.
+    """
     order = torch.randperm(len(inputs)).split(batch)
     return lambda number: (inputs[mine := order[number % len(order)]], targets[mine])

@@ -1,5 +1,5 @@
-"""Processes that stay up and are given orders: worlds of different kinds can so be measured in
-turn.
+"""Processes that keep running and answer orders, so that worlds of different kinds can be measured
+in turn.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ LIMIT = 300.0  # seconds until all have started, though many share a core
 
 
 class Workers:
-    """`count` processes `file --worker kind ADDRESS`, started by torchrun (or mpirun), each
-    with a socket of its own.
+    """`count` processes `file --worker kind ADDRESS`, started by torchrun (or mpirun). Each has a
+    socket of its own.
 
-    starter: the words before, or a function of the words that starts them in another way and
-    returns how to wait for their end.
+    starter: the words in front of this command, such as those of torchrun. Or a function that
+    starts the command in another way, and returns a function that waits for its end.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Workers:
                 while len(self.sockets) < count:
                     self.sockets.append(Connection(listener.accept()[0].detach()))
             except TimeoutError:
-                for each in self.sockets:  # whose orders end: they end too
+                for each in self.sockets:  # a worker ends when its socket is closed
                     each.close()
                 with suppress(subprocess.TimeoutExpired):
                     self.ended()
@@ -62,21 +62,21 @@ class Workers:
         self.pids: list[int] = [each.recv() for each in self.sockets]
 
     def ask(self, order: Any) -> list[Any]:
-        """The answers of all to one order."""
+        """Send an order to all workers, and return their answers."""
         for each in self.sockets:
             each.send(order)
         return [each.recv() for each in self.sockets]
 
     def close(self) -> None:
         for each in self.sockets:
-            with suppress(BrokenPipeError):  # it has failed, and said why
+            with suppress(BrokenPipeError):  # the worker has failed, and has printed its error
                 each.send(None)
         self.ended()
         self.folder.cleanup()
 
 
 def started(starter: list[str], count: int, words: list[str]) -> Callable[[], object]:
-    """Start processes of this host; how to wait for their end."""
+    """Start processes on this host, and return a function that waits for their end."""
     interpreter = [sys.executable] if starter is MPIRUN else []
     environment = {
         **os.environ,
@@ -89,20 +89,23 @@ def started(starter: list[str], count: int, words: list[str]) -> Callable[[], ob
 
 
 def serve(address: str, answer: Callable[[Any], Any]) -> None:
-    """In a worker: answer orders until there are no more."""
+    """Answer orders until there are no more. This runs in a worker."""
     orders = Client(address, "AF_UNIX")
     orders.send(os.getpid())
     while (order := orders.recv()) is not None:
         orders.send(answer(order))
 
 
-LONG = 0.25  # seconds: what takes longer is run once, the rest up to so often
+# seconds: a longer exchange is run once, a shorter one up to REPEATS more times
+LONG = 0.25
 REPEATS = 10
 
 
 class Stopwatch:
-    """In a rank: seconds of an exchange, of several in a row where they are short. The first of
-    a kind is not timed: it makes connections and memory. Collective.
+    """A stopwatch in a rank that measures the seconds of an exchange. Collective.
+
+    If the exchange is short, it is repeated several times in a row. The first exchange of a kind
+    is not timed, because it makes connections and allocates memory.
     """
 
     def __init__(self, world: Any) -> None:
@@ -130,8 +133,10 @@ def serve_backwards(
     models: Callable[[], Mapping[str, Any]],
     losses: Callable[[], Callable[[Any], Any]],
 ) -> None:
-    """In a rank over gloo, with one thread: orders name a model, whose forward and backward is
-    timed. losses: makes the loss of a model, on data of this rank's own.
+    """Measure the forward and backward of the models that orders name. This runs in a rank over
+    gloo, with one thread.
+
+    losses: makes a function that returns the loss of a model, on data of this rank's own.
     """
     import torch
 

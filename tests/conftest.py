@@ -1,4 +1,4 @@
-"""What all tests share: ranks that are started once per session, and clusters."""
+"""Settings and fixtures of all tests: ranks that are started once per session, and clusters."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from paragrad.commands import memory, train, verify
 from paragrad.errors import Refused
 from paragrad.launch import Launcher
 
-# a test never takes its world from the shell that runs it (its data only where it asks for the
-# fixture `data`)
+# A test does not take its world from the shell that runs it. It takes its data from the shell
+# only through the fixture `data`.
 for name in list(os.environ):
     if name in (
         "RANK",
@@ -31,10 +31,10 @@ for name in list(os.environ):
         "MASTER_PORT",
     ) or name.startswith(("OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "SLURM_")):
         os.environ.pop(name)
-# neither how quick a machine is at the moment decides a test, nor which values were drawn today
+# the result of a test depends neither on the speed of the machine nor on values drawn at random
 settings.register_profile("untimed", deadline=None, derandomize=True)
 settings.load_profile("untimed")
-# with it the lines that two ranks print at once are not whole
+# with this variable, lines that two ranks print at the same time are mixed
 os.environ.pop("PYTHONUNBUFFERED", None)
 
 
@@ -46,9 +46,9 @@ def pytest_runtest_setup() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Choose the seed of `PARAGRAD_PART`: the commit, so that another part runs for each.
+    """Choose the commit as the seed of `PARAGRAD_PART`, so that each commit runs another part.
 
-    The processes of xdist inherit it.
+    The processes of xdist inherit the seed.
     """
     if "PARAGRAD_PART" in os.environ and "PARAGRAD_SEED" not in os.environ:
         commit = subprocess.run(
@@ -81,7 +81,7 @@ def take_part(config: pytest.Config, items: list[pytest.Item]) -> None:
         items[:] = [each for each, number in zip(items, parts, strict=True) if not number]
 
 
-# Files with tests of many seconds: they come first, so that no worker begins one at the end.
+# Files with tests of many seconds. They run first, so that no worker begins one at the end.
 LONG = (
     "join",
     "server_floods",
@@ -94,9 +94,9 @@ LONG = (
 )
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m chooses
+@pytest.hookimpl(tryfirst=True)  # before the option -m selects tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of the rows of a test that is a `sample(n)`, all but every n-th are of the table."""
+    """Mark all rows of a `sample(n)` test as `table`, except every n-th row."""
     items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in LONG)
     rows: Counter[str] = Counter()
     for item in items:
@@ -104,7 +104,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             (every,), test = sample.args, item.nodeid.partition("[")[0]
             place = rows[test]
             rows[test] = rows[test] + 1
-            # the diagonal, where parametrizations are stacked
+            # with several parametrizations, this selects a diagonal
             if (place + place // every) % every:
                 item.add_marker(pytest.mark.table)
     take_part(config, items)
@@ -112,14 +112,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def data() -> Path:
-    """The folder of real data, where there is one."""
+    """Return the folder of real data; skip the test if there is none."""
     if "PARAGRAD_DATA" not in os.environ:
         pytest.skip("PARAGRAD_DATA names no folder with the files of MNIST and tinyshakespeare")
     return Path(os.environ["PARAGRAD_DATA"])
 
 
 class Kept(Launcher):
-    """Ranks that outlive a `with`, and keep the libraries they imported."""
+    """A launcher whose ranks stay alive after a `with`, with the libraries they imported."""
 
     def __exit__(self, *_: object) -> None:
         pass
@@ -127,11 +127,10 @@ class Kept(Launcher):
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Launcher]:
-    """Four ranks that serve every test of the session; `pool.run(function, *arguments,
-    size=3)`.
+    """Start four ranks that serve every test of the session.
 
-    A rank that waits 20 s for another, or a run that takes 60 s, fails the test and names the
-    rank.
+    A test calls `pool.run(function, *arguments, size=3)`. If a rank waits 20 s for another one,
+    or a run takes 60 s, the test fails and names the rank.
     """
     ranks = Kept(4)
     run = ranks.run
@@ -144,14 +143,14 @@ def pool() -> Iterator[Launcher]:
 
 @pytest.fixture
 def warm(pool: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What trains, verifies or weighs does so on these ranks, one test after another."""
+    """Let train, verify and memory use the ranks of `pool`, one test after another."""
     for module in (train, verify, memory):
         monkeypatch.setattr(module, "Launcher", lambda size: pool)
 
 
 @pytest.fixture(scope="session")
 def clusters() -> Callable[..., AbstractContextManager[Cluster]]:
-    """`benchmarks/hosts.py:hosts`, where it can be."""
+    """Return `benchmarks/hosts.py:hosts`; skip the test if this machine cannot simulate hosts."""
     try:
         with hosts(1, megabits=100):
             return hosts

@@ -1,4 +1,4 @@
-"""Names that users typed before version 0.1: each is refused with the name of today."""
+"""Names that users typed before version 0.1: each is refused with its present name."""
 
 from __future__ import annotations
 
@@ -33,14 +33,17 @@ def test_old_public_name_is_refused(old: str, new: str) -> None:
         getattr(pg, old)
     assert not hasattr(pg, old)
     assert hasattr(pg, new)
-    # Python said "cannot import name", and no new name
+    # earlier, Python said "cannot import name", without the new name
     with pytest.raises(ImportError, match=message):
         exec(f"from paragrad import {old}")
 
 
 @pytest.mark.parametrize(("old", "new"), [*RENAMED.items()])
 def test_old_argument_is_refused(old: str, new: str) -> None:
-    """With the new name if the function has it: train was said to have rounding_baseline."""
+    """The message gives the new name only if the function has it.
+
+    Earlier, the message said that train has rounding_baseline.
+    """
     calls = {
         pg.train: lambda: pg.train(JOB, **{old: None}),
         pg.compare: lambda: pg.compare(JOB, "serial", **{old: None}),
@@ -78,7 +81,10 @@ def build_old_class(base: type, old: str, **members: Any) -> type:
     ],
 )
 def test_old_member_of_a_class_is_refused(base: type, old: str, new: str) -> None:
-    """It was ignored without a word: a user's passes never ran."""
+    """An old member of a user's class is refused.
+
+    Earlier, it was ignored without a message, so the user's passes never ran.
+    """
     assert hasattr(base, new) or new in (
         "make_exchange",
         "shard_model",
@@ -111,7 +117,7 @@ def test_old_member_of_exchange_or_passes_is_refused(base: type, old: str, new: 
 def test_old_option_is_refused(
     old: str, new: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Written with its value, too."""
+    """An old option is refused, also if it is written with its value."""
     for word in (old, f"{old}=x"):
         monkeypatch.setattr(sys, "argv", ["paragrad", "compare", "digits", word])
         with pytest.raises(SystemExit) as ended:
@@ -137,7 +143,10 @@ def test_strategy_behind_the_job_is_refused_with_its_option(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """It was an unexpected extra argument."""
+    """A strategy after the job is refused, and the message names its option.
+
+    Earlier, the message was about an unexpected extra argument.
+    """
     monkeypatch.setattr(sys, "argv", ["paragrad", *words])
     with pytest.raises(SystemExit) as ended:
         run_command_line()

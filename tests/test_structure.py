@@ -1,5 +1,6 @@
-"""The shape of the house: who may import what, and that nothing is without its row, its page
-and its name.
+"""The structure of the package: which module may import which, and the size of its parts.
+
+Also, every strategy has rows in the equality table and a page.
 """
 
 from __future__ import annotations
@@ -43,24 +44,24 @@ MODULES = {
     for path in SOURCE.rglob("*.py")
 }
 
-# the built-in members; other tests of this process may have defined more
+# only the built-in members, because other tests in this process may have defined more
 STRATEGIES, ALL_REDUCES, COMPRESSORS = (
     [cls for cls in family.members.values() if cls.__module__ in MODULES]
     for family in (Strategy, AllReduce, Compressor)
 )
 
-# who speaks to torch.distributed itself, beside its backends; everybody else speaks to World,
-# Exchange or the wire
+# The modules that may import torch.distributed, besides the backends in shm. All other modules
+# use World, Exchange or the transport.
 DISTRIBUTED = {
     "paragrad.runtime.world",
     "paragrad.runtime.rendezvous",
     # the default group that user code sees
     "paragrad.runtime.single_group",
     "paragrad.executors.transport",
-    # an engine of torch's own
+    # torch's own engine (FSDP2)
     "paragrad.parallel.data.fully_sharded",
 }
-# without torch: what a rank does is a value there, not an act
+# modules without torch: they describe what a rank does, as values
 PURE = (
     "paragrad.errors",
     "paragrad.notation",
@@ -84,8 +85,8 @@ PURE = (
     "paragrad.runtime.launcher_env",
     "paragrad.runtime.mesh",
 )
-# each imports only from itself and those above it; what each holds says
-# docs/developers/architecture.md
+# Each package imports only from itself and from those above it in this list.
+# docs/developers/architecture.md says what each contains.
 PACKAGES = (
     "notation",
     "record",
@@ -135,7 +136,11 @@ def imports(path: Path) -> set[str]:
 
 
 def test_tested_lowest_versions_are_the_lower_bounds() -> None:
-    """typer >= 0.15.4 was never tried, and was too low. torch is tried at one version."""
+    """The lower bounds of all requirements are the lowest versions that are tested.
+
+    Earlier, the bound typer >= 0.15.4 was never tested, and it was too low. torch is tested at
+    one version.
+    """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     ranges = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
     (torch, *lowest), taken = (
@@ -163,13 +168,13 @@ def test_packages_are_the_listed_ones() -> None:
 
 
 def level(name: str) -> tuple[int, int]:
-    """Where a module of a package stands: it imports nothing from a higher level."""
+    """Return the level of a module; it may not import from a higher level."""
     _, package, *rest = name.split(".")
     return PACKAGES.index(package), FAMILIES.index(rest[0]) if package == "parallel" and rest else 0
 
 
 def test_imports_go_in_one_direction() -> None:
-    """Also inside functions, and for type checkers alone."""
+    """A module imports from no higher level, also in functions and for type checkers."""
     for name in MODULES:
         if name.split(".")[1] in PACKAGES:
             for found in imports(MODULES[name]) & MODULES.keys():
@@ -178,7 +183,10 @@ def test_imports_go_in_one_direction() -> None:
 
 
 def test_imports_form_no_circle() -> None:
-    """Of any length. Two that once were: checkpoint and trainer, results and table."""
+    """Imports form no circle of any length.
+
+    Earlier there were two circles: checkpoint and trainer, results and table.
+    """
     users = {name: imports(path) & MODULES.keys() for name, path in MODULES.items()}
     while free := [name for name, found in users.items() if not found & users.keys()]:
         users = {name: found for name, found in users.items() if name not in free}
@@ -194,7 +202,7 @@ TRAINER_CLASSES = {
     for node in ast.parse(path.read_text()).body
     if isinstance(node, ast.ClassDef)
 }
-# What a trainer consists of, besides the step: the fields of values that they hold count too.
+# The classes of which a trainer consists. The fields of the values that they hold count too.
 PARTS = {
     "TrainerOptions",
     "Setup",
@@ -244,7 +252,7 @@ def test_trainer_classes_have_at_most_fifteen_attributes(key: tuple[str, str]) -
             for field in list_attributes(values[name])
         ]
     )
-    if key != ("paragrad.trainer.settings", "Settings"):  # what a user types
+    if key != ("paragrad.trainer.settings", "Settings"):  # the settings that a user types
         assert len(attributes) + len(nested) <= 15, (attributes, nested)
 
 
@@ -263,7 +271,10 @@ OF_TORCH = {"grad", "data", "state", "training", "batch_norm", "instance_norm", 
 
 
 def test_attributes_are_assigned_inside_their_class() -> None:
-    """In the engine and above `parallel`. An optimizer of torch has no method for its flag."""
+    """Attributes are assigned only in their class, in `engine` and in packages after `parallel`.
+
+    Attributes of torch's objects do not count: a torch optimizer has no method to set its flag.
+    """
     own = {
         attribute
         for path in MODULES.values()
@@ -287,7 +298,7 @@ def test_attributes_are_assigned_inside_their_class() -> None:
                         )
 
 
-# words for a strategy in the code, and what only a strategy is called
+# variables that hold a strategy in the code, and names that only strategies have
 STRATEGY = {"strategy", "resolved", "asked", "chosen", "candidate"}
 NAMED = {
     "replicated",
@@ -298,8 +309,9 @@ NAMED = {
 
 
 def test_no_module_queries_the_strategy_class() -> None:
-    """A strategy answers for itself: no question for its class or its name, except in the packages
-    of strategies and of what strategies consist of.
+    """No module asks for the class or the name of a strategy.
+
+    Exceptions are the packages of strategies, and of the parts of which strategies consist.
     """
     for name in MODULES:
         package = name.split(".")[1]
@@ -450,7 +462,7 @@ def test_every_strategy_and_algorithm_has_a_page() -> None:
 
 
 def test_every_test_file_states_its_cost() -> None:
-    """`make` selects tests by these marks: a test without one would run nowhere."""
+    """`make` selects tests by these marks, so a test without a mark would never run."""
     costs = r"pytest\.mark\.(pure|processes|network|zoo|gpu)\b"
     for path in (ROOT / "tests").rglob("test_*.py"):
         text = path.read_text()

@@ -1,4 +1,4 @@
-"""The pages that benchmarks write say what was measured."""
+"""The pages that benchmarks write equal the measured results."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ def test_cluster_tables_equal_their_results(
 
 
 def test_page_equals_its_measured_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Written anew from the figures beside it, it is the same; and every plot that it shows is
-    drawn.
-    """
+    """If the page is written again from its results, it is the same, and its plots are drawn."""
     committed = page.PAGE.read_text()
     written = tmp_path / "page.md"
     written.write_text(committed)

@@ -1,4 +1,4 @@
-"""What benchmarks go by: the sign test, groups, workers that do not come."""
+"""Tools of the benchmarks: the sign test, the size of groups, and workers that do not start."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.pure
     ],
 )
 def test_slower_by_a_sign_test(above: int, rounds: int, found: bool) -> None:
-    """One-sided, at 5 %: sum of C(n, k) / 2^n from so many on."""
+    """The test is one-sided, at 5 %: the sum of C(n, k) / 2^n for k from `above` to n."""
     assert is_slower_by_sign_test([1.2] * above + [0.9] * (rounds - above)) is found
 
 
@@ -44,7 +44,10 @@ BENCHMARKS = sorted(
 
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_every_benchmark_imports(name: str) -> None:
-    """One fell out of use unseen when a function moved."""
+    """Every benchmark can be imported.
+
+    Earlier, a function was moved, and one benchmark stopped working. No test noticed it.
+    """
     importlib.import_module(name)
 
 

@@ -1,5 +1,6 @@
-"""Replicas in one process (benchmarks/replicas.py): averages are means, training is serial's,
-and every planted bug shows.
+"""Replicas in one process (benchmarks/replicas.py).
+
+They compute the right mean, they train as serial does, and every planted bug is detected.
 """
 
 from __future__ import annotations
@@ -89,7 +90,10 @@ def test_unequal_replicas_are_detected(digits: MnistImages, bug: str | None, equ
 
 @pytest.mark.story
 def test_weight_averaging_equals_gradient_averaging(digits: MnistImages) -> None:
-    """SGD with momentum is linear in the gradients: both are serial's training."""
+    """The average of weights and the average of gradients both give serial's training.
+
+    The reason is that SGD with momentum is linear in the gradients.
+    """
     assert (
         from_serial(
             Training(pg.job("mnist-mlp", width=16), 4, pg.Tree(), "weights", "batch", 5), digits

@@ -1,6 +1,4 @@
-"""The cluster on one machine itself: what its hosts are, what it refuses, and that nothing is
-left of it.
-"""
+"""The simulated cluster on one machine: its hosts, its refusals and its removal."""
 
 from __future__ import annotations
 
@@ -29,8 +27,9 @@ Clusters = Callable[..., AbstractContextManager[Cluster]]
 
 
 def machine() -> tuple[object, ...]:
-    """What a cluster could leave: interfaces, named namespaces, mounts, shared memory with its
-    names, our children.
+    """Return what a cluster could leave behind on this machine.
+
+    These are interfaces, named namespaces, mounts and child processes of this process.
     """
     ours = [stat for stat in Path("/proc").glob("[0-9]*/stat") if parent(stat) == os.getpid()]
     named = Path("/run/netns")
@@ -45,7 +44,7 @@ def machine() -> tuple[object, ...]:
 def parent(stat: Path) -> int:
     try:
         return int(stat.read_text().rpartition(")")[2].split()[1])
-    except OSError:  # it has ended since
+    except OSError:  # the process has ended in the meantime
         return 0
 
 
@@ -79,8 +78,9 @@ print(connected("host0", 29500).makefile().read())
 
 
 def test_two_clusters_at_once_are_isolated(clusters: Clusters) -> None:
-    """The same names, addresses and ports: each has a network of its own, and the machine's has
-    none of them.
+    """Two clusters with the same names, addresses and ports do not disturb each other.
+
+    Each has its own network, and the network of the machine does not contain them.
     """
     with clusters(3, megabits=100) as one, clusters(2) as other:
         programs = [
@@ -97,8 +97,9 @@ def test_two_clusters_at_once_are_isolated(clusters: Clusters) -> None:
 
 
 def test_host_has_own_name_network_processes_and_shm(clusters: Clusters, tmp_path: Path) -> None:
-    """Its name, its interfaces, its processes and its /dev/shm are its own; the files are the
-    machine's.
+    """Each host has its own name, interfaces, processes and /dev/shm.
+
+    All hosts use the files of the machine.
     """
     look = (
         "hostname; pwd; ls /proc | grep -c '^[0-9]'; echo $GLOO_SOCKET_IFNAME; touch "
@@ -152,8 +153,10 @@ with socket.create_server(("", 7000), backlog=len(others)) as listener:
 
 
 def test_packets_arrive_in_order(clusters: Clusters) -> None:
-    """On a cable none does. Where a device's packets were handed on by both cores they did; TCP
-    took that for loss, and exchanges scattered by half.
+    """No packet overtakes another one, as on a real cable.
+
+    Earlier, both cores forwarded the packets of one device, so packets overtook each other. TCP
+    took this for a loss, and the times of exchanges varied by half.
     """
     with clusters(4, megabits=200) as cluster:
         cluster.finished(
@@ -193,9 +196,11 @@ except TimeoutError:
 
 
 def test_busy_host_loses_no_packet(clusters: Clusters) -> None:
-    """Once its window had been opened by large messages, what it let through of small ones took
-    more memory than its buffer had: trainings on crowded cores lost packets, those behind them
-    were counted as out of order, and the cable was blamed.
+    """A host that computes, and does not read its messages, loses no packet.
+
+    Large messages open the TCP window of a host. Earlier, the window then admitted small messages
+    that needed more memory than the buffer had. So trainings on crowded cores lost packets, and
+    the packets behind them were counted as out of order. The cable was blamed for it.
     """
     with clusters(2) as cluster:
         taken, sent = cluster.finished(
@@ -224,14 +229,14 @@ def test_failing_program_is_reported_with_its_host(clusters: Clusters) -> None:
 
 @pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
 def test_nothing_is_left_after_an_exception(clusters: Clusters, kind: type[BaseException]) -> None:
-    # the body is what raises
+    # the body of the `with` raises the exception
     with pytest.raises(kind), clusters(3, megabits=100) as cluster:  # noqa: PT012
         programs = [
             cluster.start(number, ["sh", "-c", "trap '' TERM; sleep 1000 & sleep 1000"])
             for number in range(3)
         ]
         found = spaces_of(cluster)
-        assert len(living_in(found)) >= 6  # who holds a host, and its first process
+        assert len(living_in(found)) >= 6  # per host: its holder, and its first process
         raise kind
     assert living_in(found) == []
     assert all(program.process.returncode is not None for program in programs)
@@ -259,8 +264,9 @@ with hosts(2, megabits=100) as cluster:
 def test_nothing_is_left_of_a_killed_process(
     clusters: Clusters, tmp_path: Path, how: signal.Signals
 ) -> None:
-    """Nobody is there to tear it down: what holds a host ends as the pipe to it closes, and the
-    system does the rest.
+    """If the process of a cluster is killed, nothing of the cluster remains.
+
+    The holder of each host ends when its pipe closes. Then the system removes the rest.
     """
     with (
         subprocess.Popen(
@@ -275,7 +281,7 @@ def test_nothing_is_left_of_a_killed_process(
         assert process.stdout is not None
         found = spaces(map(int, process.stdout.readline().split()))
         living = living_in(found)
-        # on each of two: who holds it, the first process, the shell, its child
+        # on each of two hosts: its holder, its first process, the shell and the shell's child
         assert len(living) >= 8
         for pid in living:
             waiting.register(os.pidfd_open(pid), selectors.EVENT_READ)
@@ -390,9 +396,11 @@ def test_missing_kernel_feature_is_refused_and_cleaned_up(
     told: str,
     message: str,
 ) -> None:
-    """Every kernel here has all of it, so the command that asks for it is given the kernel's
-    answer: for the first host the switch is there by then, and for the token bucket also the
-    pair of interfaces and the other end's bucket.
+    """If the kernel lacks a feature, the cluster is refused, and its finished parts are removed.
+
+    Every kernel of the tests has these features, so a script answers in the place of a kernel
+    that lacks one. For the first host, the bridge exists by then. For the token bucket, the pair
+    of interfaces and the bucket of the other end exist too.
     """
     (tmp_path / program).write_text(
         f'#!/bin/sh\ncase "$*" in *"{pattern}"*) echo "{told}" >&2; exit 2;; esac\n'

@@ -51,8 +51,10 @@ def command(*words: str, **settings: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.table
 def test_compare_digits_as_json(tmp_path: Path) -> None:
-    """The main job, one epoch: seven rows, every data row the same training, one digest for all
-    algorithms.
+    """Compare seven strategies on the main job, for one epoch.
+
+    Every data row equals serial within 1e-10. All algorithms that send messages give the same
+    bits.
     """
     table = json.loads(
         paragrad("compare", "digits", "--epochs", "1", "--runs", str(tmp_path), "--json")
@@ -71,7 +73,7 @@ def test_compare_digits_as_json(tmp_path: Path) -> None:
             <= row["seconds_per_step"]
             <= row["seconds_per_step_between"][1]
         )
-        # a number, or none where these steps, few and short, scatter
+        # the speed-up is None if the times of these few, short steps vary too much
         for what in ("speed_up", "speed_up_one_thread"):
             low, high = row[f"{what}_between"]
             assert 0 < low <= (row[what] or high) <= high
@@ -82,7 +84,7 @@ def test_compare_digits_as_json(tmp_path: Path) -> None:
                 "bytes": 9728 if name == "data(2)" else 19256,
                 "computed": "native" in name,
             }
-            # of shared memory: another kernel updates, and rounds in another place
+            # data(2) uses shared memory: another kernel updates, and it rounds differently
             if name != "data(2)":
                 digests.add(*row["digests"])
     assert len(digests) == 1
@@ -91,8 +93,9 @@ def test_compare_digits_as_json(tmp_path: Path) -> None:
 
 @pytest.mark.table
 def test_piped_compare_prints_rows_and_failed_rows(tmp_path: Path) -> None:
-    """A strategy that fails while it runs does not stop the others; the exit code says that one
-    did.
+    """A strategy that fails while it runs does not stop the others.
+
+    The exit code 1 says that one strategy failed.
     """
     text = paragrad(
         "compare",
@@ -122,8 +125,10 @@ def test_piped_compare_prints_rows_and_failed_rows(tmp_path: Path) -> None:
 
 @pytest.mark.table
 def test_rounding_reference_is_not_a_baseline(tmp_path: Path) -> None:
-    """It is serial too, so serial with all threads was not run for its speed; but its time did
-    not count as serial's, and the speed-up stayed empty.
+    """The rounding baseline does not replace the serial run that measures the speed.
+
+    Earlier, no serial run with all threads was made, because the rounding baseline is serial too.
+    But its time did not count as the time of serial, so the speed-up was empty.
     """
     rows = json.loads(
         paragrad(
@@ -189,7 +194,7 @@ def test_train_a_job_file(tmp_path: Path) -> None:
         kind.split(" ", 1)
         for kind in facts["memory of a rank (the most that any holds)"].split(", ")
     )
-    # its SGD keeps nothing
+    # the SGD of this job has no optimizer state
     assert list(held) == ["parameters", "gradients", "activations", "exchange", "resident"]
     assert held["parameters"] == held["gradients"] != held["resident"]
     assert held["resident"].endswith(" MB")
@@ -223,9 +228,11 @@ def test_train_a_module_attribute(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_job_of_the_working_directory(
     text: str, batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The installed command has its own folder in sys.path and not the working directory:
-    `paragrad train mine:job` said ModuleNotFoundError where `python -m paragrad` found it; and
-    of a file with two jobs none could be chosen.
+    """A job is found in the working directory, and a file may contain several jobs.
+
+    The installed command has its own folder in sys.path, and not the working directory. So
+    earlier, `paragrad train mine:job` raised ModuleNotFoundError, and `python -m paragrad` found
+    the job. Also, if a file had two jobs, the user could choose neither of them.
     """
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "mine.py").write_text((JOB_FILES / "good.py").read_text())
@@ -271,7 +278,7 @@ def test_failing_run_shows_first_traceback_and_message_last(tmp_path: Path) -> N
         str(tmp_path),
     )
     assert done.returncode == 1
-    # of one rank, and of the user's code alone
+    # one traceback, of one rank, with lines of the user's code only
     assert done.stderr.count("Traceback (most recent call last)") == 1
     assert PACKAGE not in done.stderr
     end = json.loads((next(tmp_path.iterdir()) / "run.jsonl").read_text().splitlines()[-1])
@@ -285,7 +292,10 @@ def test_failing_run_shows_first_traceback_and_message_last(tmp_path: Path) -> N
 
 @pytest.mark.story
 def test_failure_of_paragrad_prints_no_traceback(tmp_path: Path) -> None:
-    """A step that differed from one worker's printed fifty lines of our own files."""
+    """If a step differs from one worker's step, only a message is printed.
+
+    Earlier, a traceback with fifty lines of paragrad's own files was printed.
+    """
     done = command(
         "paragrad",
         "train",
@@ -338,11 +348,11 @@ def read_end(folder: Path) -> tuple[str, str]:
 
 @pytest.mark.story
 def test_first_ctrl_c_saves_the_run(tmp_path: Path) -> None:
-    """Without --save, Ctrl-C lost all."""
+    """The first Ctrl-C saves a checkpoint. Earlier, without --save, the training was lost."""
     words = ["digits", "--epochs", "100000", "--strategy", "data(2)", "--runs", str(tmp_path)]
     with start_train(*words) as running:
         assert running.stderr is not None
-        # the first line of progress: the ranks are at work
+        # the first line of progress: the ranks have started to train
         assert "step" in running.stderr.readline()
         running.send_signal(signal.SIGINT)
         _, rest = running.communicate(timeout=30)
@@ -450,8 +460,10 @@ def test_draw() -> None:
 
 
 def test_draw_the_stages_of_a_model(tmp_path: Path) -> None:
-    """Of a micro-batch of 8: 64 numbers go on from the first layer, and their gradients come
-    back.
+    """The table and the drawing show the stages of the model and the size of their messages.
+
+    For each of the 8 samples of a micro-batch, the first stage sends 64 numbers. It receives
+    their gradients.
     """
     words = (
         "draw",
@@ -476,20 +488,23 @@ def test_draw_the_stages_of_a_model(tmp_path: Path) -> None:
         for element in ElementTree.fromstring((tmp_path / "drawn.svg").read_text()).iter()
         if element.text
     ]
-    # a box of each on both ranks
+    # both ranks have a box F0 and a box B3
     assert sum(text in ("F0", "B3") for text in texts) == 4
     assert "1 to 2 (650 parameters)" in texts
 
 
 def test_draw_stages_beside_a_small_share() -> None:
-    """The first replica has no sample in the first micro-batch."""
+    """The stages can be drawn if the first replica has no sample in the first micro-batch."""
     words = ("draw", "data(2, shares=[1, 30]) * pipeline(2, micro=4)", "--job", "digits")
     table, _ = paragrad(*words, "--batch", "32").split("\n\n")
     assert len(table.splitlines()) == 4
 
 
 def test_draw_several_schedules() -> None:
-    """Why there are pipelines: in place nobody works beside anybody."""
+    """Two schedules are drawn one after the other: `place` and a pipeline.
+
+    Under `place` only one rank works at a time. This is why pipelines exist.
+    """
     one, other = paragrad("draw", "place(2); pipeline(2, micro=2)").split("\n\n")
     assert one.splitlines()[1:] == paragrad("draw", "place(2)").splitlines()[1:]
     assert other.splitlines()[0].startswith("one_f_one_b of 2 micro-batches")
@@ -503,8 +518,9 @@ def test_draw_several_schedules() -> None:
     ],
 )
 def test_draw_as_svg(algorithm: str, tmp_path: Path) -> None:
-    """Well-formed, an arrow for every message that the proof counts, the same file every
-    time.
+    """The SVG is well-formed and the same every time.
+
+    It has one arrow for each message that the proof counts.
     """
     words = f"data(4, reduce={algorithm})"
     file = tmp_path / "drawn.svg"
@@ -520,7 +536,7 @@ def test_draw_as_svg(algorithm: str, tmp_path: Path) -> None:
     assert len(set(arrows)) == len(arrows) == prove_schedule(chosen.reduce, 4, 100).messages
     paragrad("draw", words, "--svg", str(file))
     assert file.read_text() == text
-    # a variable that no style defines is black: the whole drawing was
+    # a colour variable that no style defines is black; earlier the whole drawing was black
     assert (used := set(re.findall(r"var\((--\w+)\)", text)))
     themes = re.findall(r"svg \{ (.+?) \}", text)
     assert len(themes) == 2

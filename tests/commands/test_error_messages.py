@@ -1,5 +1,6 @@
-"""What crashed, or ended without a sentence: one message with what happened, where, and the
-repair.
+"""Errors that earlier crashed, or ended a command without a clear message.
+
+Now one message says what happened, where, and how to repair it.
 """
 
 from __future__ import annotations
@@ -68,7 +69,11 @@ def refused_with(left: int, strategy: str, job: pg.Job = MANY) -> str:
 
 
 def test_more_ranks_than_memory_allows() -> None:
-    """data(1000) forked a thousand ranks and took all memory: exit 137, no word."""
+    """More ranks than the memory allows are refused.
+
+    Earlier, data(1000) forked a thousand ranks and used all memory. The command ended with exit
+    code 137 and without a message.
+    """
     told = refused_with(10 * memory_check.PROCESS_BYTES, "data(20)")
     assert "data(20) needs at least " in told
     assert "20 processes of " in told
@@ -80,7 +85,7 @@ def test_more_ranks_than_memory_allows() -> None:
 
 
 class Keeps(nn.Module):
-    """Keeps a megabyte of every sample for backward, and three whatever the batch."""
+    """A model that keeps 1 MB for backward for each sample, and 3 MB for any batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +99,7 @@ class Keeps(nn.Module):
 
 
 def test_batch_that_does_not_fit() -> None:
-    """What is the same for any number of samples is not counted for each."""
+    """Memory that does not depend on the number of samples is counted once, not per sample."""
     job = make_job("keeps", Keeps, VECTORS, batch=29)
     told = refused_with(memory_check.PROCESS_BYTES + (20 << 20), "serial", job)
     assert "that backward keeps of 29 samples" in told
@@ -109,8 +114,9 @@ def test_batch_that_does_not_fit() -> None:
 
 
 def test_pipeline_memory_is_counted_by_stage() -> None:
-    """Each rank of a pipeline was counted with the whole model's activations, and recompute not
-    at all.
+    """The memory check counts the activations of each stage of a pipeline.
+
+    Earlier, it counted the activations of the whole model for each rank, and ignored recompute.
     """
     job = make_job(
         "wide",
@@ -151,13 +157,19 @@ def test_model_that_does_not_fit() -> None:
 
 # ---- notices ---------------------------------------------------------------------------------
 def test_batch_larger_than_the_dataset_is_noticed() -> None:
-    """Every step took all samples, and the printed batch was another."""
+    """If the batch is larger than the dataset, a warning says so.
+
+    Earlier, every step used all samples, but another batch size was printed.
+    """
     with pytest.warns(UserWarning, match="the batch of 5000 is larger than the .* samples"):
         inspect_job(make_job("large", mlp, VECTORS, batch=5000))
 
 
 def test_more_ranks_than_cores_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The notice pointed at a line of Python's own contextlib."""
+    """The warning about too few cores points to the user's line.
+
+    Earlier, it pointed to a line of Python's contextlib.
+    """
     monkeypatch.setattr("paragrad.validation.validate.count_cores", lambda: 2)
     message = r"data\(3\) starts 3 ranks on 2 core\(s\): they take"
     with pytest.warns(UserWarning, match=message) as noticed:
@@ -165,7 +177,7 @@ def test_more_ranks_than_cores_are_noticed(monkeypatch: pytest.MonkeyPatch) -> N
     assert [each.filename for each in noticed] == [__file__]
 
 
-# ---- what the optimizer holds ----------------------------------------------------------------
+# ---- the parameters in the optimizer ---------------------------------------------------------
 def test_parameters_missing_in_the_optimizer_are_named() -> None:
     job = make_job(
         "some",
@@ -193,7 +205,10 @@ def test_parameters_missing_in_the_optimizer_are_named() -> None:
 # ---- messages --------------------------------------------------------------------------------
 @pytest.mark.story
 def test_dataset_error_is_named_with_its_line(tmp_path: Path) -> None:
-    """It came below 25 lines of internals, and without the sample."""
+    """An error of the dataset is reported with the sample and the user's line.
+
+    Earlier, it came after 25 lines of paragrad's own code, and did not name the sample.
+    """
     ran = command(
         "train",
         str(JOB_FILES / "own_dataset_raises.py"),
@@ -239,7 +254,10 @@ def test_job_arguments_that_are_not_json(tmp_path: Path) -> None:
 
 @pytest.mark.table
 def test_ascii_terminal(tmp_path: Path) -> None:
-    """The ± of a table with seeds was an error after all training was done."""
+    """A terminal that can print only ASCII gets "+-" in a table with seeds.
+
+    Earlier, the character ± raised an error after the whole training.
+    """
     ran = command(
         "compare",
         "digits",
@@ -274,7 +292,10 @@ def test_full_disk_as_standard_output(tmp_path: Path) -> None:
 @pytest.mark.story
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
 def test_closed_standard_streams(tmp_path: Path, closed: str) -> None:
-    """A traceback of flush, and exit code 1, after a training that was done."""
+    """A training succeeds if its standard streams are closed.
+
+    Earlier, a traceback of flush was printed after the training, and the exit code was 1.
+    """
     words = shlex.join(
         [sys.executable, "-m", "paragrad", *SHORT, "--strategy", "data(2)", "--runs", str(tmp_path)]
     )
@@ -292,8 +313,10 @@ def test_closed_standard_streams(tmp_path: Path, closed: str) -> None:
 def test_failing_read_is_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An input or output error that had no file's name was taken for a terminal that was
-    closed: no word, and exit code 0.
+    """An input or output error without the name of a file is reported.
+
+    Earlier, paragrad took it for a closed terminal. No message was printed, and the exit code was
+    0.
     """
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
     with pytest.raises(typer.Exit) as caught, use_exit_codes():
@@ -305,7 +328,7 @@ def test_failing_read_is_reported(
 def in_spaces(
     kinds: str, shell: str, *words: str, folder: Path
 ) -> subprocess.CompletedProcess[str]:
-    """The command in namespaces of its own, after a line of shell in them."""
+    """Run a line of shell and then the command, in new Linux namespaces."""
     if (
         not shutil.which("unshare")
         or subprocess.run(["unshare", kinds, "true"], capture_output=True, check=False).returncode
@@ -323,8 +346,10 @@ def in_spaces(
 
 @pytest.mark.table
 def test_full_dev_shm_with_loaders(tmp_path: Path) -> None:
-    """It said that no space was left on some device. Ranks do without /dev/shm, and batches go
-    by no way through it: semaphores alone are there.
+    """If /dev/shm is full, the message of a training with loaders names /dev/shm.
+
+    Earlier, it said only that no space was left on a device. Ranks and batches do not use
+    /dev/shm. Only the semaphores of the loaders need room there.
     """
     full = "mount -t tmpfs -o size=4k tmpfs /dev/shm && head -c 4096 /dev/zero > /dev/shm/full"
     ran = in_spaces("-m", full, *SHORT, "--strategy", "data(2)", "--loaders", "1", folder=tmp_path)
@@ -336,7 +361,7 @@ def test_full_dev_shm_with_loaders(tmp_path: Path) -> None:
     )
     ran = in_spaces("-m", full, *SHORT, "--strategy", "data(2)", folder=tmp_path)
     assert ran.returncode == 0, ran.stderr
-    # batches of 4 MB, and room for a fourth of one
+    # batches of 4 MB; /dev/shm has room for a quarter of one
     large = tmp_path / "large.py"
     large.write_text(
         "import paragrad as pg, torch\nsamples = torch.utils.data.TensorDataset(torch.ones(64, "
@@ -361,8 +386,10 @@ def test_full_dev_shm_with_loaders(tmp_path: Path) -> None:
 
 @pytest.mark.table
 def test_disabled_loopback(tmp_path: Path) -> None:
-    """What gloo said ended in "Unable to find address for: lo", of a file of its own; over
-    shared memory nobody needs one.
+    """If the loopback is down, gloo is refused with a clear message, and shared memory works.
+
+    Earlier, the message of gloo named one of its own files and ended in "Unable to find address
+    for: lo". Ranks that use shared memory need no address.
     """
     ran = in_spaces(
         "-n", "true", *SHORT, "--strategy", "data(2)", "--backend", "gloo", folder=tmp_path
@@ -382,7 +409,10 @@ def test_disabled_loopback(tmp_path: Path) -> None:
     ("strategy", "limit", "where"), [("serial", 1, "run.jsonl"), ("data(2)", 200, "shared memory")]
 )
 def test_file_size_limit(tmp_path: Path, strategy: str, limit: int, where: str) -> None:
-    """`ulimit -f` was answered with the advice to start fewer ranks."""
+    """The message names the limit of file sizes (`ulimit -f`).
+
+    Earlier, it advised the user to start fewer ranks.
+    """
     words = [
         sys.executable,
         "-m",
@@ -461,7 +491,10 @@ def test_version_option() -> None:
 
 
 def test_saved_model_has_default_file_permissions(tmp_path: Path) -> None:
-    """Its owner alone could read it, whatever the umask."""
+    """Saved files have the permissions that the umask gives.
+
+    Earlier, only the owner could read them, for every umask.
+    """
     run = pg.train(JOBS["mlp"].replace(epochs=1), "serial", runs=tmp_path, save=3)
     (tmp_path / "new").touch()
     mode = (tmp_path / "new").stat().st_mode
@@ -479,7 +512,10 @@ def test_notebook_shows_a_table(tmp_path: Path) -> None:
 
 @pytest.mark.story
 def test_read_only_home_directory(tmp_path: Path) -> None:
-    """matplotlib warned of its cache, three lines before the table."""
+    """A read-only home directory causes no warning.
+
+    Earlier, matplotlib printed three lines about its cache before the table.
+    """
     script = (
         "import paragrad.report.charts as charts\nwith charts.open_figure('x', 100, 100): "
         "print('drawn')"
@@ -532,7 +568,11 @@ def missing_library(*_: object) -> nn.Module:
 
 
 def test_cause_of_a_chained_error_is_reported() -> None:
-    """A model of transformers said to look up at a traceback, which there was not."""
+    """The message contains the first cause of a chained error.
+
+    Earlier, an error of a model of transformers said "look up to see its traceback", but no
+    traceback was printed.
+    """
     with pytest.raises(
         pg.Refused,
         match=r"model raised RuntimeError: Failed to import some.models.gpt2 .* \(first cause: "
@@ -542,7 +582,9 @@ def test_cause_of_a_chained_error_is_reported() -> None:
 
 
 def test_timeout_is_reported_with_its_purpose() -> None:
-    """Of a rank 0 that was killed in the step of one worker, the others advised a longer
+    """A timeout is explained by what the other rank does. Other errors get no such advice.
+
+    Earlier, if rank 0 was killed during the reference step, the other ranks advised a longer
     timeout.
     """
     with pytest.raises(
@@ -556,7 +598,10 @@ def test_timeout_is_reported_with_its_purpose() -> None:
 
 
 def test_failing_step_names_step_and_tensor() -> None:
-    """In a loop of one's own "it has a hook" said nothing of what has one."""
+    """The message of a failing step names the step and the tensor.
+
+    Earlier, in the user's own loop, "it has a hook" did not say which tensor has the hook.
+    """
     assert (
         str(pg.StepFailed("it has a hook", step=3, tensor="0.weight"))
         == "step 3, tensor 0.weight: it has a hook"
@@ -566,7 +611,10 @@ def test_failing_step_names_step_and_tensor() -> None:
 
 
 def test_search_for_non_finite_values_keeps_modes() -> None:
-    """A batch norm that was frozen by eval() was in training afterwards."""
+    """The search for non-finite values does not change the mode of any module.
+
+    Earlier, a batch norm that was frozen by eval() was in training mode afterwards.
+    """
     model = nn.Sequential(nn.Linear(10, 4), nn.BatchNorm1d(4).eval(), nn.Dropout())
     nn.init.constant_(model[0].weight, 1e38)  # type: ignore[arg-type]
     assert find_nonfinite_tensor(model, torch.full((2, 10), 10.0), None) == "output of 0"

@@ -1,4 +1,7 @@
-"""What outside users lost, or waited for in vain: each test tells one story."""
+"""Trainings that end early, fail or hang: checkpoints, messages and files that remain.
+
+Each test tells the story of one bug that a user could meet.
+"""
 
 from __future__ import annotations
 
@@ -54,9 +57,9 @@ pytestmark = pytest.mark.processes
 JOB = JOBS["mlp"].replace(epochs=2, dtype=torch.float64)
 
 
-# ---- a checkpoint is of a step that all records hold -----------------------------------------
+# ---- a checkpoint is saved only of a step that all records contain ---------------------------
 def killed_before_its_line(world: World, checked: ValidatedRun, folder: Path) -> None:
-    """A training in which rank 1 dies after step 3, before its record has it."""
+    """Train; rank 1 dies after step 3, before it writes this step into its record."""
     write = StepLog.write_step
 
     def step(self: StepLog, number: int, *words: Any, **fields: Any) -> None:
@@ -69,8 +72,10 @@ def killed_before_its_line(world: World, checked: ValidatedRun, folder: Path) ->
 
 
 def test_checkpoint_step_is_in_all_records(tmp_path: Path) -> None:
-    """Rank 0 had saved a step whose line rank 1 had not written: the resumed run's audit said
-    that samples were missed.
+    """A step is saved only after all ranks have written it into their records.
+
+    Earlier, rank 0 could save a step that rank 1 had not recorded. Then the sample count of the
+    resumed run said that samples were missed.
     """
     checked = validate_run(JOB, "data(2, reduce=ring)", Settings(save=1))
     with Launcher(2) as ranks, pytest.raises(RankFailed, match="SIGKILL"):
@@ -79,7 +84,7 @@ def test_checkpoint_step_is_in_all_records(tmp_path: Path) -> None:
 
 
 class Raises(nn.Linear):
-    """In a rank."""
+    """A layer whose forward raises an error if it runs in a rank."""
 
     def forward(self, x: Tensor) -> Tensor:
         if dist.is_initialized():
@@ -91,8 +96,10 @@ class Raises(nn.Linear):
     ("writer", "name"), [(checkpoint, "save_tensors"), (synchronous, "save_weights")]
 )
 def test_full_disk_leaves_no_partial_file(tmp_path: Path, writer: Any, name: str) -> None:
-    """A half-written checkpoint stayed, and kept the disk full: the end of the run could not be
-    recorded.
+    """If a save fails because the disk is full, the partial file is removed.
+
+    Earlier, a half-written checkpoint stayed and kept the disk full, so the end of the run could
+    not be recorded.
     """
 
     def full(written: Any, path: Path) -> None:
@@ -107,7 +114,10 @@ def test_full_disk_leaves_no_partial_file(tmp_path: Path, writer: Any, name: str
 
 
 def test_record_on_a_full_disk_is_named() -> None:
-    """Which file could not be written was not said; the launcher took it for what it prints."""
+    """If a record cannot be written, the error names its file.
+
+    Earlier it did not, and the launcher said that its own standard output could not be written.
+    """
     with (
         Recorder(Path("/dev/full")) as record,
         pytest.raises(OSError, match="No space left on device: '/dev/full'"),
@@ -116,7 +126,10 @@ def test_record_on_a_full_disk_is_named() -> None:
 
 
 def test_failure_is_printed_if_it_cannot_be_recorded(pool: Launcher, tmp_path: Path) -> None:
-    """On a full disk the record's own error stood in the place of the rank's."""
+    """If the disk is full, the error of the rank is still raised.
+
+    Earlier, the error from writing the record replaced it.
+    """
 
     def full(record: Recorder, *_: Any) -> None:
         raise OSError(28, "No space left on device", record.file.name)
@@ -130,14 +143,17 @@ def test_failure_is_printed_if_it_cannot_be_recorded(pool: Launcher, tmp_path: P
 
 
 def test_partial_save_of_a_killed_run_is_removed(tmp_path: Path) -> None:
-    """It stayed for ever where the restarted training saved no checkpoint of the same step."""
+    """The next training in the folder removes the partial checkpoint of a killed run.
+
+    Earlier it stayed for ever, unless the restarted training saved a checkpoint of the same step.
+    """
     (tmp_path / "checkpoint-00000003.partial").mkdir()
     train_rank(World(), validate_run(JOB, "serial", Settings(save=5)), tmp_path, time.monotonic())
     assert [read_folder_step(folder) for folder in list_checkpoint_folders(tmp_path)] == [6, 5]
     assert not list(tmp_path.glob("*.partial"))
 
 
-# ---- torchrun starts ranks anew beside a store that stays ------------------------------------
+# ---- torchrun restarts ranks, and its store keeps the old keys -------------------------------
 DIES = """
 import os, signal, torch, paragrad as pg
 from torch import nn
@@ -164,8 +180,9 @@ job = pg.Job(name="dies", model=lambda: Net(10, 4), loss=nn.functional.cross_ent
 @pytest.mark.story
 @pytest.mark.parametrize("backend", ["auto", pytest.param("gloo", marks=pytest.mark.table)])
 def test_torchrun_restarts_ranks(tmp_path: Path, backend: str) -> None:
-    """The restarted ranks read what those before them had left in torchrun's store: the address
-    of a process that is gone.
+    """Ranks that torchrun restarts can meet again.
+
+    Earlier, they read an old key from torchrun's store: the address of a process that had ended.
     """
     job = tmp_path / "dies.py"
     job.write_text(DIES)
@@ -197,8 +214,10 @@ def test_torchrun_restarts_ranks(tmp_path: Path, backend: str) -> None:
 
 
 def started_after_another(world: World) -> list[str]:
-    """Keys of an earlier start that came to its end: its name and all answers are still
-    there.
+    """Start twice with the same store, as restarted ranks do.
+
+    The first start is complete: its name and all answers are still in the store. Return the
+    values that the second start reads.
     """
     store = torch.distributed.PrefixStore("test", world.store)
     first = make_restart_store(store, world.rank, world.size, 10.0)
@@ -207,7 +226,7 @@ def started_after_another(world: World) -> list[str]:
     answers = [f"answers/{begun}/{rank}" for rank in range(1, world.size)]
     before = [store.get(answer) for answer in answers]
     world.barrier()
-    # it is late: the others have answered to the start before
+    # rank 0 is late: the others have already answered to the earlier start
     if world.rank == 0:
         while any(store.get(answer) == old for answer, old in zip(answers, before, strict=True)):
             threading.Event().wait(0.01)
@@ -223,7 +242,10 @@ def test_restarted_ranks_use_new_store_keys(pool: Launcher) -> None:
 
 # ---- waits -----------------------------------------------------------------------------------
 class Said(io.StringIO):
-    """Standard error of a rank that waits: what is said there is told to the others."""
+    """The standard error of a waiting rank.
+
+    When a message about missing ranks is written to it, the key "said" is set in the store.
+    """
 
     def __init__(self, world: World) -> None:
         super().__init__()
@@ -237,8 +259,9 @@ class Said(io.StringIO):
 
 
 def waits(world: World) -> str:
-    """Ranks 0 and 1 are in step 7; rank 2 comes when somebody has said that it is waited
-    for.
+    """Let ranks 0 and 1 wait in step 7 for rank 2, and return what each rank prints.
+
+    Rank 2 arrives after another rank has printed that rank 2 is missing.
     """
     watch = StragglerMonitor(world, slow_after=0.1)
     said = Said(world)
@@ -254,16 +277,20 @@ def waits(world: World) -> str:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_missing_rank_is_named_while_waiting(pool: Launcher, backend: str) -> None:
-    """A loop that left early on one rank: the others were silent until their bound of 300 s."""
+    """Waiting ranks print which rank has not reached their step.
+
+    Earlier, if the loop of one rank ended early, the other ranks printed nothing until their
+    timeout of 300 s.
+    """
     first, second, _ = pool.run(waits, size=3, backend=backend)
-    # by the first of the two that has noticed the other
+    # only one of the two waiting ranks prints it: the first that has noticed the other
     told = f"{first}{second}"
     assert " is in step 7 for " in told
     assert "and rank(s) 2 have not reached it" in told
 
 
 class Hangs(nn.Linear):
-    """On rank 1, in its tenth forward."""
+    """A layer that hangs on rank 1, in its tenth forward."""
 
     calls = 0
 
@@ -282,12 +309,12 @@ def test_rank_timeout_is_a_setting(tmp_path: Path, backend: str) -> None:
         RankFailed, match=r"^rank 0, step \d+: rank 0 waits for slot 1 from rank 1"
     ) as caught:
         pg.train(job, "data(2, reduce=ring)", runs=tmp_path, backend=backend, timeout=1.5)
-    # what DDP says around it
+    # DDP puts this text around an error of its hook
     assert "Unable to cast" not in f"{caught.value} {caught.value.user_traceback}"
 
 
 class Stopped(nn.Linear):
-    """On rank 1, in its tenth forward, by SIGSTOP."""
+    """A layer that stops rank 1 by SIGSTOP, in its tenth forward."""
 
     calls = 0
 
@@ -308,9 +335,11 @@ class Stopped(nn.Linear):
     ],
 )
 def test_stopped_rank_is_named(tmp_path: Path, strategy: str, message: str) -> None:
-    """The others gave up "waiting in updating parameters": for whom, nobody said, though three
-    wait for it by way of each other. Along a ring it was said, within "Unable to cast ... to
-    Tensor".
+    """If a rank is stopped, the message of the other ranks names it.
+
+    Earlier, the others gave up "waiting in updating parameters", without the name of the rank.
+    Three ranks wait for it, some of them through another rank. With a ring the rank was named,
+    but inside "Unable to cast ... to Tensor".
     """
     job = make_job("stopped", lambda: Stopped(10, 4), VECTORS, epochs=9)
     with pytest.raises(RankFailed, match=rf"^rank \d, step \d+: {message}"):
@@ -318,6 +347,7 @@ def test_stopped_rank_is_named(tmp_path: Path, strategy: str, message: str) -> N
 
 
 def meets_nobody(world: World, rank: int, backend: str, store: Path) -> None:
+    """Join a world of three ranks in which the two other ranks never arrive."""
     with join_world(rank, 3, store, backend, timeout=0.5):
         pass
 
@@ -328,7 +358,10 @@ def meets_nobody(world: World, rank: int, backend: str, store: Path) -> None:
 def test_absent_rank_is_named(
     pool: Launcher, tmp_path: Path, backend: str, rank: int, others: str
 ) -> None:
-    """ "Wait timeout" was all that was said."""
+    """The message names the ranks that did not join the world.
+
+    Earlier, it said only "Wait timeout".
+    """
     with pytest.raises(
         RankFailed,
         match=rf"rank\(s\) {others} did not come to where the 3 ranks meet within 0.5 s ",
@@ -347,7 +380,10 @@ def refused_by_the_store(world: World, store: Path) -> None:
 
 
 def test_immediate_failure_blames_no_other_rank(pool: Launcher, tmp_path: Path) -> None:
-    """The ranks that had not come yet were blamed for it, within 60 s."""
+    """If a rank fails at once while it joins, the message blames no other rank.
+
+    Earlier, it named the ranks that had not joined yet, before their 60 s were over.
+    """
     with pytest.raises(RankFailed, match="no such interface") as caught:
         pool.run(refused_by_the_store, tmp_path / "store", size=1)
     assert "did not come" not in str(caught.value)
@@ -373,7 +409,10 @@ def loads(world: World, loaders: int) -> str:
 
 @pytest.mark.parametrize("loaders", [0, 1])
 def test_hanging_dataset_is_named(pool: Launcher, loaders: int) -> None:
-    """It hung the run for ever; now its item is named, with the line where it stands."""
+    """If a dataset hangs, the message names the sample and the line of code that hangs.
+
+    Earlier, the run hung for ever.
+    """
     (told,) = pool.run(loads, loaders, size=1)
     assert told.startswith(
         "sample 5 of the dataset was not loaded within 0.5 s; the process is at "
@@ -383,8 +422,10 @@ def test_hanging_dataset_is_named(pool: Launcher, loaders: int) -> None:
 
 @pytest.mark.story
 def test_loaders_under_a_long_temporary_folder(tmp_path: Path) -> None:
-    """The path of the loaders' socket was too long (AF_UNIX has 107 bytes): a hang, deaf to
-    SIGTERM.
+    """Loaders work if the path of the temporary folder is long.
+
+    Earlier, the path of their socket was too long (AF_UNIX allows 107 bytes). The run hung and
+    ignored SIGTERM.
     """
     long = tmp_path / ("long" * 30)
     long.mkdir()
@@ -407,16 +448,19 @@ def test_loaders_under_a_long_temporary_folder(tmp_path: Path) -> None:
     assert choose_short_folder(tmp_path) == tmp_path or len(str(tmp_path)) > MAX_PATH_BYTES
 
 
-# ---- what is left behind ---------------------------------------------------------------------
+# ---- files and folders that remain after a run -----------------------------------------------
 def test_folders_of_killed_runs_are_removed_at_the_next_start(tmp_path: Path) -> None:
-    """Known by a lock, not by process ids, which mean other processes in another container."""
+    """A folder is stale if no process holds its lock.
+
+    Process ids cannot tell this: in another container they belong to other processes.
+    """
     with mock.patch("paragrad.launch.launcher_folder.choose_short_folder", return_value=tmp_path):
-        # where launched ranks meet: it has no lock
+        # a folder for the rendezvous of launched ranks: it has no lock
         (tmp_path / "paragrad-0").mkdir()
         dead, held = create_locked_folder()
         alive, other = create_locked_folder()
         assert dead.exists()
-        os.close(held)  # as the end of its processes does
+        os.close(held)  # this happens too when its processes end
         remove_stale_folders(tmp_path)
         assert not dead.exists()
         assert alive.exists()
@@ -443,12 +487,14 @@ with pg.parallelize(model, nn.functional.cross_entropy, torch.optim.SGD(model.pa
 @pytest.mark.table
 @pytest.mark.parametrize("who", [pytest.param("all", marks=pytest.mark.table), "rank"])
 def test_loader_folders_of_killed_runs_are_removed(who: str, tmp_path: Path) -> None:
-    """Under torchrun, or alone, it was Python's own folder, pymp-..., which nobody clears. Of a
-    rank that was killed alone the loaders lived on for up to five seconds, and held their
-    folder's lock for longer than torchrun's next start took to its end.
+    """The next start removes the folders of the loaders of a killed run.
+
+    Earlier, under torchrun or in a single process, this was Python's own folder, pymp-...,
+    which is never removed. Also, if only a rank was killed, its loaders lived for up to five
+    more seconds. They held the lock of their folder until torchrun's next start had ended.
     """
     (tmp_path / "own.py").write_text(KILLED)
-    # a short path: under a long one such folders are elsewhere
+    # a short path: if the path is long, these folders are created elsewhere
     with tempfile.TemporaryDirectory() as temporary:
         for more, code in ([who], -signal.SIGKILL), ([], 0):
             ran = subprocess.run(
@@ -468,8 +514,10 @@ def test_loader_folders_of_killed_runs_are_removed(who: str, tmp_path: Path) -> 
 
 
 def test_ctrl_c_removes_partial_checkpoints(tmp_path: Path) -> None:
-    """Ranks are killed then, one of them amid a checkpoint, which stayed: --resume saves in a
-    folder of its own.
+    """Ctrl-C kills the ranks, and partial checkpoints are removed.
+
+    Earlier, if a rank was killed while it saved, its partial checkpoint stayed. The resumed run
+    did not remove it, because --resume saves in a new folder.
     """
 
     def interrupt(told: dict[str, Any]) -> None:
@@ -486,7 +534,11 @@ def test_ctrl_c_removes_partial_checkpoints(tmp_path: Path) -> None:
 
 @pytest.mark.story
 def test_repeated_ctrl_c_prints_no_traceback(tmp_path: Path) -> None:
-    """The third one came as the server was waited for, and was a traceback."""
+    """Ctrl-C several times prints no traceback.
+
+    Earlier, the third one printed a traceback, because the launcher was waiting for the fork
+    server.
+    """
     (tmp_path / "talks.py").write_text(TALKS)
     os.mkfifo(tmp_path / "begun")
     words = [
@@ -514,7 +566,7 @@ def test_repeated_ctrl_c_prints_no_traceback(tmp_path: Path) -> None:
         while launcher.poll() is None:
             launcher.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                launcher.wait(0.03)  # as quickly as fingers are
+                launcher.wait(0.03)  # about as fast as a user can press the keys
         assert launcher.stdout is not None
         printed = launcher.stdout.read()
     assert launcher.returncode == 130
@@ -559,7 +611,11 @@ os.execv(sys.executable, [sys.executable, "-m", "paragrad", *sys.argv[2:]])
 
 @pytest.mark.table
 def test_closed_terminal_ends_a_training_like_sigterm(tmp_path: Path) -> None:
-    """SIGHUP ended the launcher with no word: nothing was saved, and folders stayed."""
+    """If the terminal is closed (SIGHUP), the training is saved, as after SIGTERM.
+
+    Earlier, SIGHUP ended the launcher without a message. Nothing was saved, and temporary
+    folders stayed.
+    """
     (tmp_path / "talks.py").write_text(TALKS)
     (tmp_path / "temporary").mkdir()
     os.mkfifo(tmp_path / "begun")
@@ -579,7 +635,7 @@ def test_closed_terminal_ends_a_training_like_sigterm(tmp_path: Path) -> None:
     ) as launcher:
         os.close(theirs)
         (tmp_path / "begun").read_text()
-        os.close(ours)  # its system hangs up
+        os.close(ours)  # this closes the terminal: the kernel sends SIGHUP
         assert launcher.wait(60) == 0
     record = Record(next((tmp_path / "runs").iterdir()))
     assert record.end is not None
@@ -597,7 +653,7 @@ ROWS = "serial; data(2); data(2, reduce=ring)"
 
 
 def at_the_second(act: Callable[[], None]) -> Callable[[str], Callable[[dict[str, Any]], None]]:
-    """Progress that does something once, as the second row trains."""
+    """Return progress callbacks that call `act` once, while the second row trains."""
     acted: list[str] = []
 
     def of(name: str) -> Callable[[dict[str, Any]], None]:
@@ -634,8 +690,10 @@ def compared(tmp_path: Path, status: str, **settings: Any) -> pg.Table:
 @pytest.mark.story
 @pytest.mark.parametrize("status", ["stopped", "interrupted"])
 def test_interrupted_comparison_keeps_finished_rows(tmp_path: Path, status: str) -> None:
-    """SIGTERM and Ctrl-C lost them; now the table has them and names the others, and --resume
-    finishes it.
+    """A comparison that is stopped keeps its finished rows.
+
+    Earlier, SIGTERM and Ctrl-C lost them. Now the table contains them and names the missing rows,
+    and --resume completes the table.
     """
     table = compared(tmp_path, status)
     assert table.ending["status"] == status
@@ -650,7 +708,7 @@ def test_interrupted_comparison_keeps_finished_rows(tmp_path: Path, status: str)
     assert whole.missing == []
     assert "not done" not in str(whole)
     assert max(row.difference or 0.0 for row in whole.rows) <= 1e-10
-    # it was not made anew
+    # the finished row was not trained again
     assert (table.folder / table.rows[0].runs[0] / "run.jsonl").stat().st_mtime_ns == begun
     with pytest.raises(pg.Refused, match="resume it with the same"):
         pg.compare(JOB.replace(epochs=4), "serial; data(2)", runs=tmp_path, resume=table.folder)
@@ -680,7 +738,10 @@ def test_comparison_on_a_full_disk(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_signal_while_the_command_starts(kind: signal.Signals, tmp_path: Path) -> None:
-    """SIGTERM and SIGHUP ended it without a word, and with a code of their own."""
+    """A signal while the command imports torch prints "stopped" and gives the exit code 130.
+
+    Earlier, SIGTERM and SIGHUP ended the command without a message and with other exit codes.
+    """
     (tmp_path / "torch.py").write_text("print('importing', flush=True)\ninput()\n")
     with subprocess.Popen(
         [sys.executable, "-m", "paragrad", "work", "digits"],
@@ -689,7 +750,7 @@ def test_signal_while_the_command_starts(kind: signal.Signals, tmp_path: Path) -
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # a shell may ignore Ctrl-C in what it starts, and nohup ignores SIGHUP
+        # a shell may start commands that ignore Ctrl-C, and nohup ignores SIGHUP
         preexec_fn=lambda: signal.signal(kind, signal.SIG_DFL),
     ) as command:
         assert command.stdout is not None

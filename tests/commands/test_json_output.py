@@ -1,6 +1,6 @@
-"""What verbs print as JSON is what docs/reference/json.md says.
+"""The commands print the JSON keys that docs/reference/json.md documents.
 
-The command and Python begin with the same settings.
+The command line and Python have the same default settings.
 """
 
 from __future__ import annotations
@@ -66,8 +66,9 @@ def documented(verb: str) -> set[str]:
 
 
 def printed(value: Any, at: str = "") -> Iterator[str]:
-    """The path of every value in an answer; rows of a comparison and of a list are as their
-    keys.
+    """Yield the path of every value in an answer.
+
+    The paths of values in rows begin with the key in the row.
     """
     if isinstance(value, dict):
         for name, each in value.items():
@@ -86,7 +87,7 @@ def compared(verb: str, answer: str) -> None:
     assert {
         row for row, pattern in patterns.items() if not any(map(pattern.fullmatch, found))
     } == set(), "not printed"
-    # an object that is null here
+    # the path of an object is allowed, because the object may be null
     inside = {row.split(".")[0].removesuffix("[]") for row in rows}
     assert {
         path
@@ -97,8 +98,10 @@ def compared(verb: str, answer: str) -> None:
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_page_has_every_key_that_a_command_prints(verb: str, tmp_path: Path) -> None:
-    """One verb said `seconds per step`, another seconds_per_step; one had `record`, the others
-    folder; none was documented.
+    """A command prints exactly the keys that the page documents.
+
+    Earlier, one command wrote `seconds per step`, and another one `seconds_per_step`. One command
+    had the key `record`, and the others `folder`. No key was documented.
     """
     words = VERBS[verb]
     runs = ["--runs", str(tmp_path)] if words[0] in ("train", "compare", "verify") else []
@@ -123,7 +126,7 @@ def test_page_has_every_key_of_a_machine_file(
 
 
 def test_missing_or_new_key_is_found() -> None:
-    """The comparison itself: of an answer with one key less, and with one more."""
+    """The comparison of this file finds an answer with a missing key, and one with a new key."""
     whole = [{"kind": "reduce", "name": "ring", "what": "x"}]
     compared("strategies", json.dumps(whole))
     with pytest.raises(AssertionError, match="not printed"):
@@ -134,8 +137,10 @@ def test_missing_or_new_key_is_found() -> None:
 
 @pytest.mark.parametrize("verb", ["train", "compare", "verify"])
 def test_command_and_python_have_equal_defaults(verb: str) -> None:
-    """`paragrad train` compared 20 steps with serial unless told not to, and `paragrad.train`
-    did not unless told to.
+    """The command and the Python function have the same defaults.
+
+    Earlier, `paragrad train` compared 20 steps with serial by default, and `paragrad.train` did
+    not.
     """
     typed = {
         name: each.default

@@ -1,5 +1,6 @@
-"""What ranks hold: counted in a step, against what the schedule foretells, against the
-allocator, and against a budget.
+"""The memory of ranks: the bytes that are counted in a step.
+
+They are compared with the prediction from the schedule, with the allocator, and with a limit.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ DATA = TensorDataset(numbers(96, 40, seed=1), whole(4, 96, seed=2))
 
 
 class Blocks(nn.Module):
-    """Eight equal blocks, a skip over all of them, dropout."""
+    """A model of eight equal blocks with dropout, and a skip connection over all blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +72,7 @@ ROWS = [
         for schedule in ("gpipe", "one_f_one_b")
         for again in ("", ", recompute=true")
     ),
-    # the first part's copy of the batch was left out
+    # earlier, the prediction left out the first stage's copy of the batch
     "pipeline(3, micro=6, recompute=true, cut=[3, 11, 11])",
     "pipeline(2, micro=5)",
     "pipeline(2, micro=4, schedule=zero_bubble)",
@@ -89,7 +90,7 @@ QUICK = (
     "row", [pytest.param(row, marks=() if row in QUICK else pytest.mark.table) for row in ROWS]
 )
 def test_peak_memory_is_predicted(pool: Launcher, row: str) -> None:
-    """Within 5 % of what is counted on every rank, saved tensors and messages."""
+    """On every rank, the prediction is within 5 % of the counted saved tensors and messages."""
     checked = validate_run(BLOCKS, row)
     found = forecast_activations(checked.job, checked.resolved, checked.inspection)
     counted = measure_step_memory(
@@ -102,7 +103,7 @@ def test_peak_memory_is_predicted(pool: Launcher, row: str) -> None:
 
 
 class Looking(nn.Module):
-    """Notes of how many samples it runs in a test."""
+    """A model that records the number of samples of each test batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,6 +121,7 @@ def squared(output: Tensor, _: Tensor) -> Tensor:
 
 
 def looked(world: World, chosen: Strategy, graph: bool = True) -> set[int]:
+    """Train one step, run a test, and return the sizes of the test batches of this rank."""
     model = Looking()
     options = TrainerOptions(is_validated=True)
     trainer = Trainer(world, model, squared, adam(model.parameters()), chosen, options)
@@ -133,8 +135,10 @@ def looked(world: World, chosen: Strategy, graph: bool = True) -> set[int]:
 
 
 def test_evaluation_with_a_graph_uses_the_step_batch(pool: Launcher) -> None:
-    """256, whatever the batch: with a loss whose weight is read off its graph, that of 256
-    samples was alive at once.
+    """If the weight of a loss is read from its graph, test batches are as large as in a step.
+
+    Earlier, a test batch had 256 samples for every batch size. So the graph of 256 samples was in
+    memory at once.
     """
     assert looked(World(), resolved("serial"), graph=False) == {96}
     assert looked(World(), resolved("serial")) == {24}
@@ -146,7 +150,10 @@ def test_evaluation_with_a_graph_uses_the_step_batch(pool: Launcher) -> None:
 
 
 def test_evaluation_memory_is_predicted() -> None:
-    """Of a job that is judged by its loss alone, the graph by which that is weighed."""
+    """The prediction for a test counts the graph of the loss, if the job has no metric.
+
+    The weight of the loss is read from this graph.
+    """
     judged = validate_run(BLOCKS.replace(metric=None, loss=squared), "serial(micro=3)")
     found = forecast_activations(judged.job, judged.resolved, judged.inspection)
     assert found.compute_test_peak(0) == found.compute_peak(0) > 0
@@ -161,7 +168,7 @@ def test_evaluation_memory_is_predicted() -> None:
 
 
 def test_counted_bytes_equal_the_allocator() -> None:
-    """Of a forward of which nothing else is left."""
+    """The meter counts as many bytes as the allocator, in a forward that keeps nothing else."""
     model = nn.Sequential(
         *(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64)) for _ in range(4))
     )
@@ -186,8 +193,9 @@ def test_counted_bytes_equal_the_allocator() -> None:
     ["place(4, cut=[2, 2, 2, 2])", "pipeline(4, micro=4, cut=[2, 2, 2, 2])", "tensor(4)"],
 )
 def test_one_of_four_stages_holds_a_quarter_at_rest(pool: Launcher, strategy: str) -> None:
-    """Eight equal layers: at most 0.30 of serial's parameters and optimizer state on the
-    fullest rank.
+    """With eight equal layers, the fullest of four ranks holds at most 0.30 of serial's bytes.
+
+    This is so for parameters, gradients and optimizer state.
     """
     job = make_job(
         "equal", lambda: nn.Sequential(*(nn.Linear(40, 40) for _ in range(8))), DATA, optimizer=adam
@@ -204,7 +212,7 @@ WORDS = TensorDataset(whole(8192, 8, 16, seed=1), whole(8192, 8, 16, seed=2))
 
 
 class Words(nn.Module):
-    """A tied vocabulary; the scores as a loss takes them."""
+    """A language model with tied weights; its scores have the shape that the loss takes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,8 +225,9 @@ class Words(nn.Module):
 
 
 def test_no_rank_holds_the_scores_of_all_words(pool: Launcher) -> None:
-    """What is kept for backward: of four ranks a quarter of one worker's, the words' scores and
-    no more.
+    """Each of four ranks keeps about a quarter of the scores for backward, and nothing more.
+
+    One worker keeps the scores of all words.
     """
     job = make_job("words", Words, WORDS, batch=8, epochs=1)
     (alone,), split = (
@@ -238,7 +247,7 @@ def test_no_rank_holds_the_scores_of_all_words(pool: Launcher) -> None:
     ],
 )
 def test_largest_batch_that_fits_is_found(pool: Launcher, strategy: str, tmp_path: Path) -> None:
-    """It fits, and a larger one does not."""
+    """The batch that is found fits into the memory limit, and a larger batch does not."""
     chosen = pg.strategy(strategy)
     budget = max(
         sum(size for kind, size in each.items() if kind != "resident")
@@ -282,7 +291,11 @@ def test_impossible_memory_limit_is_reported(tmp_path: Path) -> None:
 
 
 def test_reason_for_the_found_batch_is_given() -> None:
-    """That larger ones did not fit was written over, but for the largest batch of all."""
+    """The reason for the chosen batch is reported.
+
+    Earlier, the reason that larger batches did not fit was overwritten, except for the largest
+    batch of all.
+    """
     found = fit_batch.BatchSearch(
         None, BLOCKS, pg.strategy("serial"), None, mock.Mock(samples=96), 2, 1 << 20
     )  # type: ignore[arg-type]
@@ -306,8 +319,10 @@ def test_batch_of_all_samples(tmp_path: Path) -> None:
 
 
 def test_batch_search_avoids_batches_of_one_for_batch_norm(tmp_path: Path) -> None:
-    """Refused, for the small batches that it tries leave a last one of one sample; what it
-    finds must leave none.
+    """The search finds a batch for a model with batch norm.
+
+    Earlier, it was refused, because the small batches that it tries leave a last batch of one
+    sample. The batch that it finds must not leave one.
     """
     norm = make_job(
         "norm",
@@ -356,7 +371,7 @@ def test_draw_memory(tmp_path: Path) -> None:
 
 
 def test_record_of_a_divided_model_has_the_activations(tmp_path: Path) -> None:
-    """It left activations out."""
+    """The record of a divided model contains its activations. Earlier they were missing."""
     run = pg.train(BLOCKS, "pipeline(2, micro=2, cut=[12, 13])", runs=tmp_path)
     record = Record(run.folder)
     held = [record.select_lines("memory", rank)[0]["activations"] for rank in range(2)]
@@ -365,8 +380,10 @@ def test_record_of_a_divided_model_has_the_activations(tmp_path: Path) -> None:
 
 
 def test_found_batch_is_trained_as_it_was_measured() -> None:
-    """data(auto) was fitted, and then replaced by one worker with all threads, who holds twice
-    as much.
+    """The strategy stays the one for which the batch was found.
+
+    Earlier, a batch was found for data(auto). Then data(auto) was replaced by one worker with all
+    threads, which holds twice as much.
     """
     checked = replace(validate_run(BLOCKS, "data(auto)"), batch_reason="as large as that")
     with Launcher(1) as ranks:

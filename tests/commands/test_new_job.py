@@ -1,4 +1,4 @@
-"""`paragrad new`, `--help`, and what is read before a job's file is imported."""
+"""`paragrad new`, `--help`, and errors that are found before a job's file is imported."""
 
 from __future__ import annotations
 
@@ -53,7 +53,10 @@ def test_help_shows_the_first_commands_first() -> None:
 
 
 def test_every_option_has_a_sentence() -> None:
-    """Some options had half a sentence: "that a rank waits for another"."""
+    """The help of every option is a whole sentence.
+
+    Earlier, some options had half a sentence: "that a rank waits for another".
+    """
     group = typer.main.get_command(app)
     unclear = [
         f"{name} {parameter.name}: {parameter.help}"
@@ -66,12 +69,16 @@ def test_every_option_has_a_sentence() -> None:
 
 @pytest.mark.parametrize("command", ["train", "verify"])
 def test_strategy_is_read_before_the_job_file(command: str, tmp_path: Path) -> None:
-    """A file that took a minute to import was imported before a bracket was missed."""
+    """An error in the strategy is reported before the job's file is imported.
+
+    Earlier, a file that took a minute to import was imported before a missing bracket was
+    reported.
+    """
     path = tmp_path / "slow.py"
     path.write_text("raise RuntimeError('the file was imported')")
     result = CliRunner().invoke(app, [command, str(path), "--strategy", "data(2, state=fsdp)"])
     assert result.exit_code == 2
     assert "did you mean fully_sharded?" in result.stderr
-    # the file may define this name
+    # the file is imported, because it may define this name
     result = CliRunner().invoke(app, [command, str(path), "--strategy", "mine(2)"])
     assert "the file was imported" in result.stderr

@@ -1,5 +1,6 @@
-"""People who own their loop: parallelize under python, torchrun, mpirun; from a script, from
--c, from a notebook.
+"""`pg.parallelize` in the user's own loop: under python, torchrun and mpirun.
+
+Also training from `python -c` and from a notebook.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def ran(*words: str, cwd: Path | None = None, **settings: str) -> str:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    """The example's parameters under plain python."""
+    """Run the example under plain python, and return the parameters that it saves."""
     path = tmp_path_factory.mktemp("alone") / "model.safetensors"
     assert "1 worker(s)" in ran(sys.executable, str(EXAMPLE), str(path))
     return load_file(path)
@@ -95,8 +96,9 @@ def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None
 
 
 def test_world_of_one_is_plain_pytorch() -> None:
-    """The user's own objects, three epochs: equal to the loop they would have written, over the
-    same order.
+    """With one worker, the training equals a plain PyTorch loop with the same order of samples.
+
+    Both use the user's own objects and train for three epochs.
     """
     models = []
     for ours in (True, False):
@@ -121,9 +123,10 @@ def test_world_of_one_is_plain_pytorch() -> None:
 
 
 def test_prefetching_wrapper_is_reported() -> None:
-    """trainer.step is told what share of the batch it has by what `batches` gave last: a
-    wrapper that fetched one batch ahead would have mixed shares up without a word. Skipping a
-    batch, or changing it, is no harm.
+    """A wrapper around `trainer.batches` that fetches one batch ahead is refused.
+
+    `trainer.step` uses the share of the batch that `batches` gave last. So with such a wrapper,
+    shares would be mixed up without a message. A loop may skip a batch, or change it.
     """
 
     def ahead(batches: Iterator[object]) -> Iterator[object]:
@@ -146,9 +149,7 @@ def test_prefetching_wrapper_is_reported() -> None:
 
 
 def own_loop(world: World, strategy: str) -> tuple[dict[str, torch.Tensor], list[float], float]:
-    """A loop of the user's in the world of these ranks, whose models begin differently; with
-    batch norm.
-    """
+    """Train a model with batch norm in a user's loop; each rank begins with other weights."""
     torch.manual_seed(3 + world.rank)
     model = normed_cnn().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -159,7 +160,7 @@ def own_loop(world: World, strategy: str) -> tuple[dict[str, torch.Tensor], list
             for batch in trainer.batches(IMAGES, batch=12, epoch=epoch)
         ]
         score = trainer.evaluate(IMAGES, pg.accuracy)
-    # a plain model again
+    # the model is a plain model again
     assert all("forward" not in vars(module) for module in model.modules())
     return model.state_dict(), losses, score
 
@@ -168,9 +169,7 @@ def own_loop(world: World, strategy: str) -> tuple[dict[str, torch.Tensor], list
     "strategy", ["data(3, reduce=ring, shares=[3, 1, 2])", "spatial(3)", "data(3, dense=tensor)"]
 )
 def test_ranks_begin_with_rank_0_and_see_the_global_mean(pool: Launcher, strategy: str) -> None:
-    """A process group that is there already is taken as it is: three ranks of the pool, against
-    a world of one.
-    """
+    """Three ranks in an existing process group train as one worker does."""
     expected = own_loop(World(), "serial")
     for state, losses, score in pool.run(own_loop, strategy, size=3):
         assert losses == pytest.approx(expected[1], rel=1e-10)
@@ -180,7 +179,7 @@ def test_ranks_begin_with_rank_0_and_see_the_global_mean(pool: Launcher, strateg
 
 
 class Tied(nn.Module):
-    """One weight at both ends, a buffer that no checkpoint has, dropout."""
+    """A model with a tied weight, a buffer that is not saved, and dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,8 +202,9 @@ class Tied(nn.Module):
 def cut_loop(
     world: World, strategy: str
 ) -> tuple[dict[str, torch.Tensor], list[float], float, bool]:
-    """The same with a model that is cut: within the loop it has no values, so nobody takes
-    stale ones for trained ones.
+    """Train a divided model in a user's loop.
+
+    Within the loop, the user's model has no values, so the user cannot read outdated ones.
     """
     torch.manual_seed(3 + world.rank)
     model = Tied().double()
@@ -246,7 +246,7 @@ def cut_loop(
 
 
 class Recurrent(nn.Module):
-    """The first layer is a frozen LSTM, which keeps its weights in a list of its own, too."""
+    """A model whose first layer is a frozen LSTM, which keeps its weights also in a list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -284,8 +284,9 @@ def test_frozen_lstm_in_a_user_loop(pool: Launcher, strategy: str) -> None:
 
 
 def goes_on(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Three steps of plain PyTorch. The optimizer held the parameters and the state of its
-    rank's part for ever.
+    """Make three steps of plain PyTorch after the loop.
+
+    Earlier, the optimizer still held the parameters and the state of its rank's part.
     """
     for _ in range(3):
         optimizer.zero_grad()
@@ -389,8 +390,9 @@ def change_and_step(
 
 
 def changing_loop(world: World, change: str) -> str:
-    """One step, then the user does something to the model whose parts are trained; taken back,
-    training goes on.
+    """Train a divided model, apply a change of the user to it, and return the error.
+
+    Before that change, other actions of the user are tried: some work, and some raise an error.
     """
     torch.manual_seed(3)
     model = Tied()
@@ -398,13 +400,13 @@ def changing_loop(world: World, change: str) -> str:
     with pg.parallelize(model, functional.cross_entropy, optimizer, "place(2)") as trainer:
         batches = trainer.batches(VECTORS, batch=8, epoch=0)
         trainer.step(*next(batches))
-        optimizer.param_groups[0]["lr"] = 0.05  # which is heard
+        optimizer.param_groups[0]["lr"] = 0.05  # this change is allowed
         model.eval()
         trainer.evaluate(VECTORS)
         model.train()
-        # where inputs go to
+        # user code moves its inputs to this device
         assert {each.device.type for each in (model.out.weight, model.out.weight.grad)} == {"cpu"}
-        # as loops do that are written for one worker
+        # loops that are written for one worker call these
         model.zero_grad()
         model.zero_grad(set_to_none=False)
         trainer.step(*next(batches))
@@ -417,7 +419,7 @@ def changing_loop(world: World, change: str) -> str:
         with pytest.raises(StepFailed) as failed:
             change_and_step(change, model, optimizer, trainer, next(batches))
         trained = trainer.state()
-    # what was trained comes back all the same
+    # the model has its trained values again, in spite of the error
     assert len(optimizer.param_groups) == 1 + (change == "group")
     assert torch.equal(model.middle.weight, trained["middle.weight"])
     assert not any(each.is_meta for each in model.parameters())
@@ -427,8 +429,10 @@ def changing_loop(world: World, change: str) -> str:
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes_to_a_divided_model_reach_its_shards(pool: Launcher, change: str) -> None:
-    """Freezing, eval() and new groups were for the user's own object alone, and its parts went
-    on as they were.
+    """A change of the user to a divided model raises an error.
+
+    Earlier, freezing, eval() and new groups changed only the user's own object. The parts on the
+    ranks were trained without the change.
     """
     for told in pool.run(changing_loop, change, size=2):
         assert CHANGES[change][1] in told
@@ -469,7 +473,7 @@ def annealing_loop(world: World, strategy: str) -> list[float]:
                 for batch in trainer.batches(VECTORS, batch=12, epoch=epoch)
             ]
             model.eval()
-            model.heat = 0.5  # for a test alone
+            model.heat = 0.5  # only for the test
             found.append(trainer.evaluate(VECTORS))
             model.train()
     return found
@@ -486,8 +490,10 @@ def annealing_loop(world: World, strategy: str) -> list[float]:
     ],
 )
 def test_module_attributes_set_while_divided_reach_shards(pool: Launcher, strategy: str) -> None:
-    """A dropout that a loop makes weaker, a temperature, a width that crosses a cut, for steps
-    or for a test: the parts kept those of the first step, in silence.
+    """Attributes that a user's loop sets reach all parts of a divided model.
+
+    The loop changes a dropout, a temperature and a width that crosses a cut, for steps or for a
+    test. Earlier, the parts kept the values of the first step, without a message.
     """
     expected = annealing_loop(World(), "serial")
     for losses in pool.run(annealing_loop, strategy, size=2):
@@ -575,8 +581,10 @@ def unfreezing(world: World) -> str:
 
 
 def test_unfreezing_is_reported(pool: Launcher) -> None:
-    """DDP exchanges what could be trained when it was made: what is unfrozen later would differ
-    by rank, silently.
+    """A parameter that is unfrozen after the first step is reported.
+
+    DDP exchanges only the parameters that were trainable when DDP was created. So this parameter
+    would differ between ranks, without a message.
     """
     for told in pool.run(unfreezing, size=2):
         assert told.startswith(
@@ -606,8 +614,10 @@ def grow(world: World, strategy: str, joins: bool) -> str:
     "strategy", ["data(2)", "data(2, reduce=ring)", "data(2, state=replicated)"]
 )
 def test_an_added_layer_is_reported(pool: Launcher, strategy: str) -> None:
-    """Its gradients were not exchanged, and replicas drifted apart in silence: the step that was
-    made once more in float64 had an exchange of its own, which knew the layer.
+    """A layer that is added after the first step is reported.
+
+    Earlier, its gradients were not exchanged, and the replicas became different without a
+    message. The check repeated the step in float64 with a new exchange, which knew the layer.
     """
     for told in pool.run(functools.partial(grow, strategy=strategy, joins=False), size=2):
         assert told.startswith("step 1, tensor 2.weight, 2.bias: it was added after step 0")
@@ -628,7 +638,10 @@ def test_modules_in_eval_mode_stay_in_it() -> None:
 
 
 class Noisy(nn.Module):
-    """Its user switches the noise on for a test, and sets the count back after each step."""
+    """A model with a switch and a counter.
+
+    The user sets the switch for a test, and resets the counter after each step.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -665,8 +678,10 @@ def changing_back(world: World, strategy: str) -> tuple[list[float], list[int]]:
 
 
 def test_attributes_that_return_to_the_same_object_are_seen(pool: Launcher) -> None:
-    """True for a test and False again, a count set back to the same 0: the parts kept what they
-    had meanwhile.
+    """An attribute that is changed, and then set to its earlier value, reaches all parts.
+
+    A switch is True for a test and then False again. A counter is set back to 0. Earlier, the
+    parts kept the value from between.
     """
     losses, calls = changing_back(World(), "serial")
     for ours, counts in pool.run(changing_back, "place(2)", size=2):
@@ -675,7 +690,7 @@ def test_attributes_that_return_to_the_same_object_are_seen(pool: Launcher) -> N
 
 
 class FailsOnce(nn.Module):
-    """Its second training step fails."""
+    """A model that fails in training while `is_broken` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -689,7 +704,10 @@ class FailsOnce(nn.Module):
 
 
 def test_check_of_a_failed_step_does_not_outlive_it() -> None:
-    """The next step was compared with one worker's step on the batch of the failed one."""
+    """If a step fails, its check is dropped.
+
+    Earlier, the next step was compared with one worker's step on the batch of the failed step.
+    """
     model = FailsOnce().double()
     with a_trainer(
         model=model,
@@ -748,14 +766,17 @@ def going_on(world: World, strategy: str) -> list[str]:
 
 @pytest.mark.parametrize("strategy", ["data(2)", "pipeline(2, micro=2)"])
 def test_refused_first_step_refuses_later_steps(pool: Launcher, strategy: str) -> None:
-    """A loop that caught the refusal trained on with gradients that were known to be wrong."""
+    """If the first step is refused, later steps are refused too.
+
+    Earlier, a loop that caught the error trained with gradients that were known to be wrong.
+    """
     for said in pool.run(going_on, strategy, size=2):
         assert len(said) == 4
         assert all("not one worker's training" in each for each in said)
 
 
 def hooked(world: World, algorithm: str) -> list[torch.Tensor]:
-    """Plain DDP with our hook, on inputs that differ by rank; the gradients."""
+    """Train plain DDP with paragrad's hook on different inputs per rank; return the gradients."""
     from torch.nn.parallel import DistributedDataParallel
 
     torch.manual_seed(0)
@@ -772,7 +793,7 @@ def hooked(world: World, algorithm: str) -> list[torch.Tensor]:
     "algorithm", ["ring", "ring_async(segments=2)", "tree", "butterfly", "native"]
 )
 def test_all_reduce_hooks_under_plain_ddp(pool: Launcher, algorithm: str) -> None:
-    """The mean over ranks of their own means, as DDP has it."""
+    """The hook gives the mean over the ranks of each rank's own mean, as DDP does."""
     torch.manual_seed(0)
     model = nn.Linear(10, 4).double()
     sum(model(VECTORS.tensors[0][rank::3].double()).square().mean() for rank in range(3)).backward()
@@ -789,7 +810,10 @@ def limit_of_the_group(world: World) -> float:
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_user_process_group_keeps_its_time_limit(pool: Launcher, backend: str) -> None:
-    """A hook gave up after 300 s, whatever limit init_process_group was given."""
+    """A hook uses the timeout of the user's process group.
+
+    Earlier, it gave up after 300 s, for every timeout that init_process_group was given.
+    """
     assert pool.run(limit_of_the_group, size=2, backend=backend, timeout=7.0) == [7.0, 7.0]
 
 
@@ -867,7 +891,7 @@ def test_train_and_compare_from_a_notebook(tmp_path: Path) -> None:
 
 
 def checked_steps(world: World, strategy: str) -> list[int]:
-    """The steps of a loop of one's own that were compared."""
+    """Train in a user's loop, and return the steps that were compared with one worker's."""
     model = mlp()
     optimizer = momentum(model.parameters())
     compared = []
@@ -883,13 +907,16 @@ def checked_steps(world: World, strategy: str) -> list[int]:
 
 @pytest.mark.parametrize("strategy", ["data(2, reduce=ring)", "tensor(2)"])
 def test_a_loop_of_ones_own_compares_later_steps(pool: Launcher, strategy: str) -> None:
-    """Only the loss was compared after the first step, and of a divided model nothing."""
+    """Later steps of a user's loop are compared with one worker's step.
+
+    Earlier, only the loss was compared after the first step. For a divided model, nothing was.
+    """
     assert pool.run(checked_steps, strategy, size=2) == [[0, 1, 3, 5, 7]] * 2
 
 
 # ---- the folder of checkpoints -----------------------------------------------------------------
 def run_loop(folder: Path, steps: int, load: bool = False, overwrite: bool = False) -> int:
-    """Train some steps in a loop of one's own, save at the end, and return the number of steps."""
+    """Train some steps in a user's loop, save at the end, and return the number of steps."""
     torch.manual_seed(0)
     model = nn.Linear(10, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -910,7 +937,10 @@ def run_loop(folder: Path, steps: int, load: bool = False, overwrite: bool = Fal
 
 
 def test_full_folder_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    """After hours, the first save said that another training was saved there."""
+    """A folder with the checkpoints of another training is refused before the first step.
+
+    Earlier, only the first save reported it, possibly after hours.
+    """
     assert run_loop(tmp_path, 5) == 5
     with pytest.raises(pg.Refused, match="00000005 is of another training; continue from"):
         run_loop(tmp_path, 2)

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C end a run within 10 s, wherever its ranks stand."""
+"""SIGTERM and Ctrl-C end a run within 10 s, for any line that its ranks execute."""
 
 from __future__ import annotations
 
@@ -75,7 +75,10 @@ def run_until_stopped(
 def test_stop_ends_a_run_that_hangs(
     strategy: str, sent: signal.Signals, ranks: tuple[int, ...], tmp_path: Path
 ) -> None:
-    """User code that ignored signals kept the run for ever; SIGKILL was the only way."""
+    """A stop ends a run whose user code hangs and ignores signals.
+
+    Earlier, the run never ended. SIGKILL was the only way to end it.
+    """
     code, last = run_until_stopped(tmp_path, strategy, sent, ranks)
     assert code == 1
     assert "the run was asked to stop, and made no progress for 7 s; its ranks were killed" in last

@@ -1,4 +1,4 @@
-"""`pg.train` takes what the command takes, as keywords that editors and type checkers know."""
+"""`pg.train` takes every option of the command as a keyword, which type checkers know."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paragrad.trainer.settings import Settings
 
 pytestmark = pytest.mark.processes
 
-# of the command alone: what is printed, and arguments of built-in jobs
+# only the command has these: options for what is printed, and arguments of built-in jobs
 COMMAND_ALONE = {"job", "strategy", "dry_run", "set_", "as_json"}
 
 
@@ -27,7 +27,7 @@ def test_keywords_are_the_settings_with_their_types() -> None:
 
 
 def test_train_takes_every_option_of_the_command() -> None:
-    """`pg.train(job, epochs=3)` was refused: no setting 'epochs'."""
+    """Earlier, `pg.train(job, epochs=3)` was refused: no setting 'epochs'."""
     options = set(inspect.signature(run_train).parameters) - COMMAND_ALONE
     keywords = {*inspect.signature(pg.train).parameters, *SettingArguments.__annotations__}
     assert options - keywords == set()

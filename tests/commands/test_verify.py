@@ -1,4 +1,4 @@
-"""verify: the certificate of a training that is serial's, and of one that is not."""
+"""`verify`: the certificates of trainings that equal serial, and of trainings that do not."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_certificate_of_an_equal_training(tmp_path: Path) -> None:
     names = set(pg.job("digits").model().state_dict())
     assert set(told["tensors"]) == names | {f"gradient of {name}" for name in names}
     assert told["difference"] == max(told["tensors"].values()) <= 1e-10
-    assert set(told["twins"]) == set(told["tensors"])  # what rounding alone does
+    assert set(told["twins"]) == set(told["tensors"])  # differences by rounding alone
     assert 0 < told["twin"] == max(told["twins"].values()) <= 1e-10
     assert (told["dtype"], told["why"], told["cause"], told["chaotic"]) == (
         "float64",
@@ -96,7 +96,7 @@ def test_certificate_of_an_equal_training(tmp_path: Path) -> None:
             "digits", "--strategy", "data(3, shares=[3, 1, 1])", "--runs", str(tmp_path), "--json"
         )
     )
-    # of the job, whatever the strategy
+    # the digest is of the job, so it is the same for every strategy
     assert again["digest"] == told["digest"]
     other = json.loads(
         verified("digits", "--strategy", "serial", "--seed", "1", "--runs", str(tmp_path), "--json")
@@ -130,8 +130,10 @@ def test_planted_bug_is_named(bug: str, tmp_path: Path) -> None:
 
 @pytest.mark.story
 def test_failed_run_has_no_verdict(tmp_path: Path) -> None:
-    """A job that raised on one rank was certified as another training: "same training as
-    serial: NO".
+    """If a run fails, verify gives no certificate.
+
+    Earlier, if a job raised an error on one rank, its certificate said "same training as serial:
+    NO".
     """
     job = Path(__file__).parents[1] / "helpers" / "job_files" / "fails_on_two.py"
     result = CliRunner().invoke(
@@ -155,7 +157,10 @@ def one_cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSc
 
 @pytest.mark.story
 def test_scheduler_that_ends_with_the_job(tmp_path: Path) -> None:
-    """torch's sentence of a step too many said nothing of why there were more."""
+    """If a scheduler ends with the job, the error says that a comparison makes more steps.
+
+    Earlier, only torch's message about too many steps was printed, without the reason.
+    """
     with pytest.raises(
         pg.RankFailed,
         match=r"step 3: .*; a comparison makes 20 steps and the job 3: if a part of it ends "
@@ -172,8 +177,10 @@ def test_scheduler_that_ends_with_the_job(tmp_path: Path) -> None:
 def test_failure_kind_does_not_depend_on_its_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A difference of replicas was told from a run that failed by a part of its message: this
-    job's error was certified as another training.
+    """A failed run is not taken for a difference between replicas because of its message.
+
+    Earlier, a part of the message decided which of the two it was. So the error of this job led
+    to a certificate of another training.
     """
     files = Path(__file__).parents[1] / "helpers" / "job_files"
     monkeypatch.syspath_prepend(str(files))
@@ -192,7 +199,7 @@ def test_failure_kind_does_not_depend_on_its_message(
 
 
 def test_progress_of_a_stepwise_comparison(tmp_path: Path) -> None:
-    """verify was silent for all of its steps."""
+    """verify reports its progress after each step. Earlier, it printed nothing."""
     told: list[dict[str, float]] = []
     pg.verify(pg.job("digits"), "serial", runs=tmp_path, progress=told.append)
     assert [(each["step"], each["steps"]) for each in told] == [(step, 20) for step in range(1, 21)]
@@ -210,7 +217,10 @@ def test_progress_of_a_stepwise_comparison(tmp_path: Path) -> None:
 def test_call_from_python_prints_a_line_from_time_to_time(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """compare was silent for minutes where it was called by a script."""
+    """compare prints a line from time to time.
+
+    Earlier, if a script called it, it printed nothing for minutes.
+    """
     now = 0.0
     clock = types.SimpleNamespace(monotonic=lambda: now)
     monkeypatch.setattr(python_progress, "time", clock)
@@ -246,7 +256,10 @@ def test_train_and_verify_print_progress_to_stderr(
 
 
 def test_comparison_names_a_baseline_other_than_serial(tmp_path: Path) -> None:
-    """The table said of pipeline(2) with batch norm that its difference was from serial."""
+    """The table names the baseline of a row if it is not serial.
+
+    Earlier, for pipeline(2) with batch norm, it said that the difference was from serial.
+    """
     names: list[str] = []
     table = pg.compare(
         JOBS["cnn with batch norm"],
@@ -278,8 +291,10 @@ def test_comparison_names_a_baseline_other_than_serial(tmp_path: Path) -> None:
 
 @pytest.mark.table
 def test_certificate_names_its_reference(tmp_path: Path) -> None:
-    """Micro-batches or not, it is serial's training; but batch norm sees micro-batches: there
-    data(2, micro=2) is serial(micro=2).
+    """The reference is serial, with or without micro-batches, unless the model has batch norm.
+
+    Batch norm depends on micro-batches, so there data(2, micro=2) is compared with
+    serial(micro=2).
     """
     text = verified("digits", "--strategy", "data(2, micro=2)", "--runs", str(tmp_path))
     assert "same training as serial: yes" in text
@@ -314,5 +329,5 @@ def test_every_strategy_on_every_built_in_job(
     data: Path, name: str, row: str, tmp_path: Path
 ) -> None:
     certificate = pg.verify(pg.job(name), ROWS[row](2), runs=tmp_path, data=data)
-    # the only one of these jobs with batch norm: statistics of a share are not those of the batch
+    # only this job has batch norm: the statistics of a share differ from those of the batch
     assert certificate.same == ((row, name) != ("own batch norm", "mnist-resnet"))

@@ -1,5 +1,7 @@
-"""verify on models and jobs that once misled it: what was certified and was another training,
-and what was not and was none.
+"""`verify` on models and jobs for which it once gave a wrong certificate.
+
+Some trainings were certified although they differ from serial, and some were rejected although
+they equal serial.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from paragrad.strategies.shares import Division
 
 pytestmark = [pytest.mark.processes, pytest.mark.story]
 
-# no share of 24 in batches of 12 is short
+# 24 samples in batches of 12: no share is shorter than the others
 PLAIN = TensorDataset(numbers(24, 10, seed=1), whole(4, 24, seed=2))
 
 
@@ -60,7 +62,9 @@ def ignoring(data: TensorDataset, *ignored: int) -> TensorDataset:
 
 @pytest.mark.parametrize("strategy", ["serial(micro=3)", "data(2, micro=2)"])
 def test_mean_of_means_with_micro_batches_is_found(strategy: str, tmp_path: Path) -> None:
-    """The reference ran the same micro-batches, so it shared the fault of their weights:
+    """If micro-batches get wrong weights, verify finds it.
+
+    Earlier, the reference ran the same micro-batches, so it had the same wrong weights.
     serial(micro=3) was its own reference, and was certified.
     """
     found = verified(job("hidden", mlp, ignoring(PLAIN, 13, 14), loss=untraced), strategy, tmp_path)
@@ -72,8 +76,10 @@ def test_mean_of_means_with_micro_batches_is_found(strategy: str, tmp_path: Path
 
 
 def test_reference_of_batch_norm_has_checked_weights(tmp_path: Path) -> None:
-    """Where batch norm forces the same micro-batches upon the reference, it shared the fault of
-    their weights.
+    """The reference of a model with batch norm has the right weights.
+
+    Batch norm requires that the reference runs the same micro-batches. Earlier, it also had their
+    wrong weights.
     """
     found = verified(
         job("hidden", normed_cnn, ignoring(IMAGES, 13, 14), loss=untraced),
@@ -94,8 +100,9 @@ def test_reference_of_batch_norm_has_checked_weights(tmp_path: Path) -> None:
 
 
 def test_ignored_targets_in_one_batch_of_forty_are_found(tmp_path: Path) -> None:
-    """Rare -100 in a function around cross-entropy: none among the first 19 batches, so it was
-    certified.
+    """Rare ignored targets (-100) are found; the loss is a function that hides cross-entropy.
+
+    Earlier, the first 19 batches had no such target, so the training was certified.
     """
     vectors = TensorDataset(numbers(480, 10, seed=1), whole(4, 480, seed=2))
     plain = job("rare", mlp, vectors, loss=untraced)
@@ -106,7 +113,7 @@ def test_ignored_targets_in_one_batch_of_forty_are_found(tmp_path: Path) -> None
 
 
 class Counting(nn.Module):
-    """Counts the samples that it saw: on a rank, those of its share."""
+    """A model that counts the samples that it gets: on a rank, only those of its share."""
 
     def __init__(self, model: Callable[[], nn.Module], mask: float | None = None) -> None:
         super().__init__()
@@ -124,8 +131,10 @@ class Counting(nn.Module):
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("mask", [None, -math.inf, -1e30], ids=str)
 def test_share_counter_with_a_causal_mask_is_found(mask: float | None, tmp_path: Path) -> None:
-    """The largest number of a kind was the floor of every scale: beside a mask of -inf or -1e30
-    everything was equal.
+    """A buffer that counts the samples of a share is found, also if the model has a mask.
+
+    Earlier, every difference was divided by at least the largest number of its kind. So with a
+    mask of -inf or -1e30, everything counted as equal.
     """
     counting = job("counting", lambda: Counting(mlp, mask), PLAIN)
     found = verified(counting, "data(2)", tmp_path)
@@ -135,7 +144,10 @@ def test_share_counter_with_a_causal_mask_is_found(mask: float | None, tmp_path:
 
 
 def test_share_counter_with_batch_norm_and_adam_is_found(tmp_path: Path) -> None:
-    """All buffers were left out there, for the sake of the running mean."""
+    """A buffer that counts the samples of a share is found in a model with batch norm and Adam.
+
+    Earlier, no buffer of such a model was compared, because of the running mean.
+    """
     data = TensorDataset(numbers(24, 2, 8, 8, seed=3), whole(4, 24, seed=4))
     found = verified(
         job("counting", lambda: Counting(normed_cnn), data, optimizer=adam), "data(2)", tmp_path
@@ -164,7 +176,7 @@ class Block(nn.Module):
 
 
 def resnet() -> nn.Module:
-    """ResNet-18 in little: batch norm after batch norm, down to one pixel."""
+    """Return a small ResNet-18: a chain of batch norms, in which images shrink to one pixel."""
     return nn.Sequential(
         nn.Conv2d(3, 4, 3, 2, 1, bias=False),
         nn.BatchNorm2d(4),
@@ -187,9 +199,11 @@ CHAOTIC = job("chaotic", resnet, PICTURES, batch=8, optimizer=momentum)
 
 @pytest.mark.table
 def test_chaotic_model_is_distinguished_from_a_wrong_one(tmp_path: Path) -> None:
-    """Batch norm over a last batch of two samples magnifies rounding to whole differences: 22
-    in ResNet-18, where plain torch beside itself with its samples reversed has 2.6. It was
-    called another training.
+    """A model in which rounding decides the result is not called another training.
+
+    Batch norm over a last batch of two samples turns rounding into large differences. In
+    ResNet-18 the difference is 22. Plain torch with reversed samples differs from itself by 2.6.
+    Earlier, verify called it another training.
     """
     found = verified(CHAOTIC, "data(2, micro=2)", tmp_path)
     assert found.same
@@ -217,8 +231,11 @@ def test_chaotic_model_is_distinguished_from_a_wrong_one(tmp_path: Path) -> None
 def test_first_steps_of_a_chaotic_model_name_the_error(
     strategy: str, planted: str | None, tmp_path: Path
 ) -> None:
-    """Rounding is small there still; what comes before chaos cannot hide behind it."""
-    # a last batch of 4
+    """A wrong strategy is found in the first steps, where rounding errors are still small.
+
+    The chaos of later steps does not hide it.
+    """
+    # the last batch has 4 samples
     pictures = TensorDataset(numbers(28, 3, 16, 16, seed=1), whole(10, 28, seed=2))
     found = verified(
         CHAOTIC.replace(train=pictures),
@@ -231,8 +248,9 @@ def test_first_steps_of_a_chaotic_model_name_the_error(
 
 
 class Mixing(nn.Module):
-    """Every sample looks at its neighbour in a whole batch, which the door, with fewer samples,
-    does not see.
+    """A model that adds its neighbour to each sample, only in a whole batch of 12 samples.
+
+    Validation runs the model with fewer samples, so it does not see this.
     """
 
     def __init__(self) -> None:
@@ -244,8 +262,10 @@ class Mixing(nn.Module):
 
 
 def test_dependence_on_sample_order_is_not_chaos(tmp_path: Path) -> None:
-    """A twin with its samples reversed differs from serial as a wrong strategy does, in such a
-    model: it would excuse it.
+    """A model that mixes samples is found, because the rounding baseline keeps their order.
+
+    In such a model, a baseline with reversed samples differs from serial as much as a wrong
+    strategy. So the wrong strategy would pass.
     """
     found = verified(job("mixing", Mixing, VECTORS), "data(2)", tmp_path)
     assert not found.same
@@ -253,7 +273,7 @@ def test_dependence_on_sample_order_is_not_chaos(tmp_path: Path) -> None:
 
 
 class Cell(nn.Module):
-    """Makes its first state in float32, whatever it is built in."""
+    """A model that creates its first state in float32, for every type of its parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -283,7 +303,10 @@ def weighted(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 def test_float32_constants_are_compared_in_float32(
     changes: dict, strategy: str, tmp_path: Path
 ) -> None:
-    """It ended with a traceback: "expected m1 and m2 to have the same dtype"."""
+    """A model or a loss with float32 constants is compared in float32.
+
+    Earlier, verify ended with a traceback: "expected m1 and m2 to have the same dtype".
+    """
     found = verified(job("constants", data=VECTORS, **changes), strategy, tmp_path)
     assert found.same, found
     assert found.dtype == "float32"
@@ -301,8 +324,9 @@ def test_wrong_weight_is_found_in_float32(tmp_path: Path) -> None:
 
 
 def test_informative_batches_come_first_and_once() -> None:
-    """40 batches of 4: one with the longest line, one with the shortest ones, one with ignored
-    targets only.
+    """The most informative of 40 batches of 4 are selected first, and each once.
+
+    One batch has the longest line, one has the shortest lines, and one has only ignored targets.
     """
     lengths = [5] * 160
     order = SampleOrder(160, 4, seed=3)
@@ -372,7 +396,7 @@ def test_non_finite_values_must_match_and_set_no_scale() -> None:
 
 
 class Coarser(nn.Module):
-    """Computes in float32 inside, whatever its type: as state space models do."""
+    """A model that always computes in float32 inside, as state space models do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -387,8 +411,10 @@ class Coarser(nn.Module):
 
 
 def test_float32_computation_is_compared_in_float32(tmp_path: Path) -> None:
-    """Mamba was "not the same" by 1.2e-7: sums over a batch in float32, in a model in float64,
-    which a last place of that does not show.
+    """A float64 model that computes in float32 inside is compared in float32.
+
+    Earlier, Mamba was "not the same", with a difference of 1.2e-7: it sums over a batch in
+    float32. A change of one unit in the last place of float64 does not show this rounding.
     """
     certificate = pg.verify(job("coarser", Coarser, VECTORS), "data(2, reduce=ring)", runs=tmp_path)
     assert certificate.same

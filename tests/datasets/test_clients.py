@@ -1,6 +1,4 @@
-"""Which client has which samples, whose turn a round is, and in which order a client goes
-through its own.
-"""
+"""Clients of federated training: their samples, their rounds, and their order of samples."""
 
 from __future__ import annotations
 
@@ -54,8 +52,9 @@ def test_every_sample_has_one_client(
 
 
 def classes(alpha: float | None) -> float:
-    """How many of the ten classes a client has at least a tenth of its samples of, on
-    average.
+    """Count the classes that make up at least a tenth of a client's samples.
+
+    Return the mean over the clients. There are ten classes.
     """
     found = assign_samples(600, 10, 3, LABELS, alpha)
     return float(
@@ -73,7 +72,10 @@ def test_a_small_alpha_leaves_a_client_few_classes() -> None:
 
 
 def test_class_mix_with_underflow_is_drawn() -> None:
-    """Ten gamma numbers of 1e-5 are 0 all, and their shares not a number."""
+    """A mix of classes is drawn also if all gamma numbers underflow.
+
+    For alpha = 1e-5 all ten gamma numbers are 0. Divided by their sum, they are NaN.
+    """
     random = make_random_state("a test")
     for _ in range(50):
         mix = draw_dirichlet(random, numpy.full(10, 1e-5))
@@ -100,7 +102,7 @@ def test_fraction_selects_at_least_one_client() -> None:
 
 
 def test_rounds_cover_the_epochs() -> None:
-    # 2 of 5 clients, twice: a round is 4/5 of an epoch, of 8 steps
+    # 2 of 5 clients take their samples twice: a round is 4/5 of an epoch, which has 8 steps
     found = rounds()
     assert found.count == 4
     assert [found.count_serial_steps(number) for number in range(5)] == [0, 6, 12, 19, 24]
@@ -162,11 +164,11 @@ def test_clients_are_assigned_evenly_and_stably() -> None:
 
 
 class Named(list[dict[str, int]]):
-    """Samples that are dicts."""
+    """A dataset whose samples are dicts."""
 
 
 class WithTargets:
-    """Its samples are read from files, which nobody wants for the sake of their classes."""
+    """A dataset with `targets`, whose samples must not be read only to find their classes."""
 
     targets = (1, 0, 1)
 
@@ -178,7 +180,7 @@ class WithTargets:
 
 
 class Ragged(WithTargets):
-    """Its targets are lists of boxes."""
+    """A dataset whose targets are lists of boxes."""
 
     targets = ((1, 2), (3, 4), (5,))  # type: ignore[assignment]
 
@@ -187,7 +189,7 @@ class Ragged(WithTargets):
 
 
 class Turned(Subset[object]):
-    """Its classes are others than those of what it is a part of."""
+    """A subset that changes the classes of its samples."""
 
     def __getitem__(self, index: int) -> object:
         x, target = super().__getitem__(index)  # type: ignore[misc]
@@ -198,8 +200,11 @@ class Turned(Subset[object]):
 
 
 def test_classes_are_those_of_present_samples() -> None:
-    """numpy's own error of unequal rows ended the door. Of a Subset every sample around it was
-    read, and had to have a class; a subclass's own samples were not asked.
+    """Classes are read from the samples that the dataset contains.
+
+    Earlier, numpy's error about rows of unequal length ended the validation. For a Subset, all
+    samples of the whole dataset were read, and each needed a class. If a subclass of Subset
+    changed its samples, their classes were ignored.
     """
     with pytest.raises(
         Refused, match="which cannot be read for samples 0 to 2: ValueError: a target is 2 value"

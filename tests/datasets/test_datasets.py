@@ -1,5 +1,6 @@
-"""Data files: found, fetched and refused; what the data sets make of them; and the jobs that
-train on them.
+"""Data files, the datasets that read them, and the jobs that train on these datasets.
+
+A data file is found, downloaded or refused.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ PLAY = (
 
 
 def idx(array: numpy.ndarray) -> bytes:
-    """An array as an IDX file."""
+    """Return an array as the bytes of an IDX file."""
     header = bytes([0, 0, CODES[array.dtype.str[1:]], array.ndim]) + struct.pack(
         f">{array.ndim}I", *array.shape
     )
@@ -96,7 +97,7 @@ SMALL = {
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
-    """A folder with a small MNIST and a small play in it."""
+    """Fill a folder with a small MNIST and a small play, and return it."""
     for name, body in SMALL.items():
         (tmp_path / name).write_bytes(body)
     (tmp_path / "input.txt").write_text(PLAY)
@@ -105,7 +106,7 @@ def small(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def data() -> Path:
-    """The folder of the real data sets."""
+    """Return the folder of the real data sets; skip the test if there is none."""
     if not os.environ.get("PARAGRAD_DATA"):
         pytest.skip("PARAGRAD_DATA does not name a folder with mnist and tinyshakespeare")
     return Path(os.environ["PARAGRAD_DATA"])
@@ -113,7 +114,7 @@ def data() -> Path:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache, and no way round by a proxy."""
+    """Use an empty cache and no proxy; return the folder of the data set `small` in it."""
     monkeypatch.setattr(pooch, "os_cache", lambda name: tmp_path / "cache" / name)
     monkeypatch.setenv("no_proxy", "*")
     return tmp_path / "cache" / "paragrad" / "small"
@@ -121,8 +122,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 # ---- a server on this host -------------------------------------------------------------------
 class Server:
-    """Serves `bodies` by name; promises `extra` bytes more than it sends; answers nothing until
-    `answering` is set.
+    """An HTTP server that sends `bodies` by name, after `answering` is set.
+
+    Its header announces `extra` bytes more than it sends.
     """
 
     def __init__(self) -> None:
@@ -150,7 +152,7 @@ class Server:
                 pass
 
             def finish(self) -> None:
-                with contextlib.suppress(OSError):  # the one who asked has gone
+                with contextlib.suppress(OSError):  # the client has closed the connection
                     super().finish()
 
         self.http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -172,7 +174,7 @@ class Server:
 
 @pytest.fixture
 def server(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """A server of the data set `small`, two files of it."""
+    """Start a server of the data set `small`, which has two files."""
     with Server() as running:
         running.bodies = {"a.gz": gzip.compress(b"first"), "b.txt": b"second"}
         originals = tuple(
@@ -202,15 +204,17 @@ def test_given_folder_with_the_files_is_used(tmp_path: Path, packed: bool, below
 
 
 def test_file_type_is_detected_by_content(small: Path) -> None:
-    """Browsers unpack .gz files and leave the name as it was."""
+    """A file is read by its content, because browsers unpack .gz files and keep their name."""
     (small / "train-images-idx3-ubyte").rename(small / "train-images-idx3-ubyte.gz")
     (small / "train-labels-idx1-ubyte").write_bytes(gzip.compress(SMALL["train-labels-idx1-ubyte"]))
     assert len(load_mnist(small, train=True)) == 20
 
 
 def test_folder_with_some_of_the_files_is_refused(small: Path) -> None:
-    """Filled up from the cache, the training set of one relative of MNIST would be tested on
-    another's.
+    """A folder that lacks some of the files is refused.
+
+    If the cache supplied the missing files, training and test images could be from different
+    variants of MNIST.
     """
     (small / "t10k-images-idx3-ubyte").unlink()
     (small / "t10k-labels-idx1-ubyte").unlink()
@@ -258,8 +262,9 @@ def test_files_are_downloaded_once_and_cached(
 def test_given_folder_without_the_files_starts_no_download(
     server: Server, cache: Path, tmp_path: Path
 ) -> None:
-    """A slip in the name of a folder was answered with a download; nor is the cache taken for
-    it.
+    """A given folder without the files is refused, also if the cache has the files.
+
+    Earlier, a wrong name of a folder started a download.
     """
     (tmp_path / "other").mkdir()
     with pytest.raises(
@@ -289,13 +294,13 @@ def test_a_damaged_cache_is_filled_again(server: Server, cache: Path) -> None:
 
 
 def spoil(server: Server, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    """Make the second file fail."""
+    """Make the download of the second file fail, in the way that `how` says."""
     if how == "another file":
         server.bodies["b.txt"] = b"not the second"
     elif how == "not found":
         del server.bodies["b.txt"]
     elif how == "cut":
-        locate_files("small", None)  # the first file is whole by then
+        locate_files("small", None)  # then the first file is in the cache
         (Path(pooch.os_cache("paragrad")) / "small" / "b.txt").unlink()
         server.extra = 5
     elif how == "silent":
@@ -333,7 +338,7 @@ def test_missing_network_names_the_files_to_place(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.socket() as deaf:
-        # nobody listens there, and nobody else will
+        # this port is bound and does not listen, so no other process can listen there
         deaf.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
         monkeypatch.setitem(
@@ -363,7 +368,7 @@ def test_missing_pooch_names_the_package(
     monkeypatch.setitem(sys.modules, "pooch", None)
     with pytest.raises(Refused, match=r"pip install pooch; or put train-images-idx3-ubyte, "):
         locate_files("mnist", None)
-    assert len(locate_files("mnist", small)) == 4  # a given folder does without
+    assert len(locate_files("mnist", small)) == 4  # a given folder needs no pooch
 
 
 # ---- IDX -------------------------------------------------------------------------------------
@@ -600,7 +605,7 @@ def test_sample_is_a_speech(tmp_path: Path) -> None:
 
 
 def test_split_is_by_the_start_of_a_speech(tmp_path: Path) -> None:
-    # speeches begin at 0, 10, ... 90 of 98
+    # the text has 98 characters, and speeches begin at 0, 10, ... 90
     text = "\n\n".join([f"{character * 8}" for character in "abcdefghij"])
     (tmp_path / "input.txt").write_text(text)
     assert [plain(sample)[0] for sample in load_speeches(tmp_path, True, 8).samples] == list(
@@ -659,8 +664,9 @@ def test_padding_is_never_a_target() -> None:
 
 
 def test_padded_batch_is_weighed_by_characters() -> None:
-    """The sum over a batch is the sum over its samples alone, however long the longest is; so
-    is the weight.
+    """The loss of a padded batch is the sum of the losses of its samples, for any padding.
+
+    So is the weight.
     """
     samples = Speeches(["What say you?", "No, my lord; not so.", "Ay."], 12).samples
     torch.manual_seed(0)
@@ -686,7 +692,7 @@ def test_the_real_text(data: Path) -> None:
 
 
 def test_windows_of_the_text(small: Path) -> None:
-    """Each begins where the last one ended; the next characters are those one further on."""
+    """Each window begins where the last one ended; targets are shifted by one character."""
     train = load_windows(small, True, 20)
     rest = load_windows(small, False, 20)
     assert len(train) == (int(0.9 * len(PLAY)) - 1) // 20 > len(rest) > 0

@@ -1,5 +1,7 @@
-"""Data of any shape, in the exact order, drawn from by (seed, epoch, index), loaded by any
-number of processes.
+"""Loading of samples: batches of any structure, random transforms, and loader processes.
+
+The random numbers of a sample depend on (seed, epoch, index) only. The order of the samples is
+exact for any number of loaders.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from paragrad.trainer.settings import Settings
 from paragrad.validation.inspect_job import inspect_job
 from paragrad.validation.validate import validate_run
 
-# more loaders than this machine has cores is what some of these tests want
+# some of these tests start more loaders than this machine has cores
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
@@ -50,7 +52,7 @@ Point = namedtuple("Point", "x y")
 
 
 class Augmented(Dataset):
-    """Draws from torch, numpy and random for every sample."""
+    """A dataset that draws from torch, numpy and random for every sample."""
 
     def __len__(self) -> int:
         return 40
@@ -88,8 +90,10 @@ def test_sample_draws_by_seed_epoch_and_index() -> None:
 
 @pytest.mark.parametrize(("loaders", "most"), [(0, 1), (1, 3)])
 def test_batch_order_is_computed_lazily(loaders: int, most: int) -> None:
-    """All of an epoch were made before the first: about a hundred bytes a sample, in every
-    rank.
+    """Batches are computed when they are needed.
+
+    Earlier, all batches of an epoch were computed before the first one. This took about a hundred
+    bytes per sample in every rank.
     """
     made: list[int] = []
 
@@ -104,7 +108,7 @@ def test_batch_order_is_computed_lazily(loaders: int, most: int) -> None:
         Samples(Augmented()), batches(), loaders
     )
     next(given)
-    assert len(made) <= most  # each loader has two to go on with
+    assert len(made) <= most  # each loader fetches two batches ahead
     assert len(list(given)) == 19
     assert made == list(range(20))
 
@@ -128,8 +132,9 @@ def test_global_generators_stay_unchanged(loaders: int) -> None:
 
 
 def test_training_with_loaders_equals_serial(pool: Launcher, tmp_path: Path) -> None:
-    """Transforms drawn in two processes of each rank, under data(2), give serial's losses and
-    parameters.
+    """Random transforms in loader processes give the losses and parameters of serial.
+
+    One row is data(2) with two loaders in each rank.
     """
     job = pg.Job(
         name="augmented",
@@ -181,7 +186,7 @@ def test_whole_batches_use_the_batch_method_of_a_dataset() -> None:
     assert torch.equal(Samples(Subset(VECTORS, [3, 5]))[0, [1, 0]][0], VECTORS.tensors[0][[5, 3]])
 
     class Shifted(TensorDataset):
-        """A subclass with a transform of its own is asked sample by sample."""
+        """A subclass with its own transform, which must be called for each sample."""
 
         def __getitem__(self, index: int) -> tuple[Tensor, ...]:  # type: ignore[override]
             assert isinstance(index, int)
@@ -204,13 +209,13 @@ def test_nested_batches() -> None:
     assert part["many"][0].tolist() == [1, 2]
     assert part["many"][1]["deep"].tolist() == [1, 2]
     assert part["texts"] == ["b", "c"]
-    # texts, as torch's collate gives them
+    # texts in a tuple, as torch's collate returns them
     assert slice_batch(("a", "b", "c"), slice(1, 3), 3) == ("b", "c")
     with pytest.raises(ValueError, match=r"shape \(7, 3\), which cannot be cut into micro-batches"):
         slice_batch(torch.zeros(7, 3), slice(1, 3), 3)  # time first
     assert isinstance(part["point"], Point)
     assert part["point"].x.tolist() == [1, 2]
-    # no first dimension: it is every sample's
+    # a tensor without a first dimension belongs to all samples
     assert part["point"].y == 5
     assert part["n"] == 7
     moved = convert_batch(batch, CPU, torch.float64)
@@ -256,8 +261,10 @@ def test_complex_buffers_keep_their_imaginary_part() -> None:
 
 
 def test_data_loader_as_dataset_is_refused() -> None:
-    """'DataLoader' object is not callable, said the Job; not subscriptable, said one's own
-    loop. Neither named the repair.
+    """A DataLoader as the dataset is refused, with the repair.
+
+    Earlier, the Job said "'DataLoader' object is not callable", and a user's own loop said "not
+    subscriptable". Neither message named the repair.
     """
     wanted = (
         "is a DataLoader, which makes batches of its own; give the dataset itself, the global "
@@ -290,8 +297,10 @@ def test_data_loader_as_dataset_is_refused() -> None:
     ids=str,
 )
 def test_metric_is_called_at_start(found: object, told: str) -> None:
-    """It was called first after a whole epoch, and what it gave was taken apart on every
-    rank.
+    """A metric is called, and its result is checked, before the training starts.
+
+    Earlier, it was first called after a whole epoch. Then every rank tried to unpack its wrong
+    result.
     """
     job = JOBS["mlp"].replace(test=VECTORS, metric=lambda output, target: found)
     wanted = f"returned ({told}) for a batch of 8; return a pair of numbers (sum, weight)"
@@ -311,7 +320,11 @@ def mean_of_correct(output: torch.Tensor, target: torch.Tensor) -> tuple[float, 
 
 @pytest.mark.parametrize("weight", [1, 8])
 def test_a_metric_that_does_not_add_up_is_refused(weight: int) -> None:
-    """With a mean and 1, the test of three workers was another number than that of one."""
+    """A metric whose results cannot be added over batches is refused.
+
+    Earlier, with a mean and the weight 1, the test value of three workers differed from that of
+    one worker.
+    """
     job = JOBS["mlp"].replace(
         test=VECTORS,
         metric=lambda output, target: (mean_of_correct(output, target)[0] + 1, weight),
@@ -329,7 +342,7 @@ def test_test_set_is_read_at_start() -> None:
 
 
 class Views(torch.utils.data.Dataset[Any]):
-    """Samples of all kinds, among them parts of one large tensor."""
+    """A dataset with samples of all kinds; some are views of one large tensor."""
 
     def __init__(self) -> None:
         self.large = torch.arange(1 << 20, dtype=torch.float64).view(1024, 1024)
@@ -353,8 +366,10 @@ def as_drawn(drawn: list[Any]) -> Any:
 
 
 def test_loader_batches_use_anonymous_shared_memory() -> None:
-    """Through memory without a name: torch's entries in /dev/shm stay where a loader is killed
-    in between (1 of 300 kills).
+    """Loaders pass batches through shared memory without a name.
+
+    torch's own loaders use files in /dev/shm. These files stay if a loader is killed at the wrong
+    moment (1 of 300 kills).
     """
     keys = [(0, [3]), (0, [0, 1, 5])]
     samples = Samples(Views(), collate=as_drawn)
@@ -370,13 +385,13 @@ def test_loader_batches_use_anonymous_shared_memory() -> None:
         for name in ("part", "column", "one", "none", "array"):
             torch.testing.assert_close(theirs[name], ours[name], rtol=0, atol=0)
             assert not torch.as_tensor(theirs[name]).is_shared()
-        theirs["part"].add_(1.0)  # it is whoever took it that has it
+        theirs["part"].add_(1.0)  # the receiver of a batch may change it
     del theirs
     assert memory_files() == before
 
 
 def memory_files() -> int:
-    """Descriptors of memory without a name in this process."""
+    """Count the descriptors of this process for shared memory without a name."""
     places = [f"/proc/self/fd/{each}" for each in os.listdir("/proc/self/fd")]
     return sum(
         os.readlink(place).startswith("/memfd:paragrad")

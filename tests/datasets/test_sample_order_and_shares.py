@@ -1,4 +1,4 @@
-"""Who computes what: the order of samples, shares, micro-batches."""
+"""Which rank computes which samples: the order of samples, shares, micro-batches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_every_sample_once_per_epoch(samples: int, batch: int, seed: int, epoch:
 
 
 def test_sample_order_is_stable_across_versions() -> None:
-    """A run saved today and resumed by a later version meets the same samples."""
+    """A run that is saved now and resumed by a later version gets the same samples."""
     orders = [permute_samples(10, seed, epoch).tolist() for seed, epoch in ((0, 0), (0, 1), (1, 0))]
     assert orders[0] == [2, 3, 6, 5, 8, 7, 1, 0, 4, 9]
     assert orders[0] not in orders[1:]
@@ -41,7 +41,7 @@ def test_sample_order_is_stable_across_versions() -> None:
 
 @given(st.integers(0, 300), st.integers(0, 5), st.integers(0, 5))
 def test_order_equals_sorted_keys(samples: int, seed: int, epoch: int) -> None:
-    """As it was drawn and sorted before numpy did."""
+    """The order is the same as that of the earlier code, which drew and sorted in Python."""
     draw = random.Random(f"paragrad order {seed} {epoch}").random
     keys = [draw() for _ in range(samples)]
     assert permute_samples(samples, seed, epoch).tolist() == sorted(
@@ -58,7 +58,7 @@ def test_largest_remainder(samples: int, weights: list[int]) -> None:
 
 
 def test_shares_of_the_documented_example() -> None:
-    # 22.5 and 7.5: the lower rank gets the odd one
+    # 22.5 and 7.5: the lower rank gets the remaining sample
     assert apportion_samples(30, [3, 1]) == [23, 7]
 
 
@@ -71,8 +71,11 @@ def test_shares_of_the_documented_example() -> None:
 def test_micro_batches_are_those_of_one_rank(
     start: int, samples: int, weights: list[int], micro: int
 ) -> None:
-    """The shares were cut into micro-batches: micro-batch 0 of `data(2, micro=3)` had samples 0,
-    1, 6, 7 of twelve. Batch norm took its statistics over other samples than one worker's.
+    """The micro-batches of all ranks together are those of one worker.
+
+    Earlier, each share was divided into micro-batches. So micro-batch 0 of `data(2, micro=3)` had
+    the samples 0, 1, 6, 7 of twelve. Batch norm took its statistics over other samples than on
+    one worker.
     """
     batch = range(start, start + samples)
     pieces = split_micro_batches(batch, Division(tuple(weights), micro))
@@ -91,8 +94,10 @@ def test_micro_batches_are_those_of_one_rank(
 def test_remaining_samples_go_to_all_ranks_in_turn(
     samples: int, weights: list[int], micro: int
 ) -> None:
-    """By the largest remainder of each micro-batch alone, the fourth of four ranks would get no
-    sample of two micro-batches of three.
+    """The remaining samples of micro-batches go to all ranks in turn.
+
+    If each micro-batch were divided alone by the largest remainder, the fourth of four ranks
+    would get no sample of two micro-batches of three.
     """
     pieces = split_micro_batches(range(samples), Division(tuple(weights), micro))
     counts = [sum(len(piece[rank]) for piece in pieces) for rank in range(len(weights))]
@@ -126,12 +131,14 @@ def test_even_division(length: int, parts: int) -> None:
 
 
 def test_order_takes_eight_bytes_per_sample() -> None:
-    """It was a tuple of Python's numbers, sorted from a list of them: about a hundred, in every
-    rank.
+    """The order of samples takes eight bytes per sample.
+
+    Earlier, it was a tuple of Python numbers, sorted from a list. This took about a hundred bytes
+    per sample in every rank.
     """
     order = permute_samples(100_000, seed=0, epoch=0)
     assert order.nbytes == 8 * len(order)
-    assert not order.flags.writeable  # everybody is given the same one
+    assert not order.flags.writeable  # all callers get the same array
 
 
 @pytest.mark.parametrize(("samples", "batch", "steps"), [(10**12, 64, 15_625_000_000), (7, 3, 3)])
@@ -160,7 +167,10 @@ def test_batch_is_computed_without_earlier_ones(samples: int, batch: int, steps:
     ],
 )
 def test_too_many_samples_are_refused(samples: int, left: int | None, message: str) -> None:
-    """A dataset that said it had 10^12 samples took all memory."""
+    """A dataset with too many samples is refused.
+
+    Earlier, a dataset whose `__len__` returned 10^12 used all memory.
+    """
     with (
         mock.patch("paragrad.datasets.sample_order.read_available_memory", return_value=left),
         pytest.raises(Refused, match=message),

@@ -37,7 +37,7 @@ WEIGHTS = [1.0 + (index % 5) for index in range(SIZE)]
 
 
 def balance(epoch: int, generator: torch.Generator) -> Tensor:
-    """As many samples of each class, drawn anew in each epoch."""
+    """Draw the same number of samples of each class, anew in each epoch."""
     labels = VECTORS.tensors[1]
     drawn = []
     for label in labels.unique():
@@ -48,7 +48,7 @@ def balance(epoch: int, generator: torch.Generator) -> Tensor:
 
 
 def teach_easy_first(epoch: int, generator: torch.Generator) -> list[int]:
-    """A curriculum: each epoch begins further into the dataset."""
+    """Return a curriculum: each epoch begins at a later sample of the dataset."""
     return [(index + 3 * epoch) % SIZE for index in range(SIZE - 7)]
 
 
@@ -72,7 +72,7 @@ SAMPLERS: dict[str, Any] = {
 
 
 class Augmented(Dataset[tuple[Tensor, Tensor]]):
-    """Adds noise to each sample, as an augmentation does."""
+    """A dataset that adds noise to each sample, as an augmentation does."""
 
     def __len__(self) -> int:
         return SIZE
@@ -89,7 +89,7 @@ def make_job(name: str, **changes: object) -> pg.Job:
 
 
 def train_plainly(name: str, made: pg.Job) -> list[float]:
-    """A plain loop over the indices of the sampler; returns the losses."""
+    """Train in a plain loop over the indices of the sampler; return the losses."""
     model = made.build_model()
     optimizer = made.optimizer(model.parameters())
     losses = []
@@ -136,7 +136,7 @@ def test_serial_takes_the_samples_of_the_sampler(name: str, tmp_path: Path) -> N
 )
 @pytest.mark.parametrize("name", ["weighted", "balanced", "subset", "curriculum"])
 def test_strategies_train_as_serial_does(name: str, strategy: str, tmp_path: Path) -> None:
-    """Also resumed in the middle of an epoch, by serial."""
+    """Every strategy trains as serial does, also if serial resumes it within an epoch."""
     made = make_job(name)
     serial = pg.train(made, "serial", runs=tmp_path)
     if "asp" in strategy:
@@ -150,14 +150,17 @@ def test_strategies_train_as_serial_does(name: str, strategy: str, tmp_path: Pat
 
 
 def test_repeated_sample_has_transforms_of_its_own() -> None:
-    """A rare class that is drawn ten times in an epoch was ten times the same image."""
+    """If a sample is drawn several times in an epoch, each time has its own random transforms.
+
+    Earlier, a sample of a rare class that was drawn ten times was the same image ten times.
+    """
     order = SampleOrder.build(range(SIZE), 8, 0, lambda epoch, generator: [4, 5, 4, 4])
     indices = order.get_indices(0, range(4))
     assert indices == [4, 5, 4, 4]
     inputs, _ = Samples(Augmented())[0, indices]
     assert not torch.equal(inputs[0], inputs[2])
     assert not torch.equal(inputs[2], inputs[3])
-    # the same wherever a batch begins
+    # the transforms do not depend on where a batch begins
     assert torch.equal(Samples(Augmented())[0, order.get_indices(0, range(2, 4))][0], inputs[2:])
 
 
@@ -187,7 +190,7 @@ def test_own_loop_takes_a_sampler() -> None:
 
 # ---- refused ----------------------------------------------------------------------------------
 class Counting(Sampler[int]):
-    """Goes further each time it is asked."""
+    """A sampler that returns other indices each time it is called."""
 
     def __init__(self) -> None:
         self.asked = 0

@@ -24,11 +24,11 @@ from paragrad.validation.validate import validate_run
 pytestmark = pytest.mark.processes
 
 SIZE = len(VECTORS)
-LENGTH = 21  # of an epoch: two batches of 8, and one of 5
+LENGTH = 21  # samples of an epoch: two batches of 8, and one of 5
 
 
 class Endless(IterableDataset[tuple[Tensor, Tensor]]):
-    """Draws samples for ever."""
+    """A stream that draws samples without an end."""
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         while True:
@@ -37,7 +37,10 @@ class Endless(IterableDataset[tuple[Tensor, Tensor]]):
 
 
 class Shuffled(IterableDataset[tuple[Tensor, Tensor]]):
-    """A buffer that shuffles, told the epoch; each loader process reads a part, as usual."""
+    """A stream that is shuffled by a buffer, and that has `set_epoch`.
+
+    Each loader process reads a part of it, as is usual for an IterableDataset.
+    """
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -59,7 +62,7 @@ class Shuffled(IterableDataset[tuple[Tensor, Tensor]]):
 
 
 def read_shards(epoch: int) -> Iterator[int]:
-    """What is cheap to read: numbers of samples."""
+    """Return the indices of the samples, which are cheap to read."""
     return iter([(index + epoch) % SIZE for index in range(SIZE)])
 
 
@@ -86,7 +89,7 @@ def make_job(name: str, **changes: object) -> pg.Job:
 
 
 def read_plainly(name: str, seed: int, epoch: int) -> list[tuple[Tensor, Tensor]]:
-    """The samples of an epoch, without anything of paragrad but the seeds."""
+    """Read the samples of an epoch in plain Python; only the seeds are paragrad's."""
     seed_generators(f"stream {seed} {epoch}")
     if name == "decoded":
         samples = []
@@ -101,7 +104,7 @@ def read_plainly(name: str, seed: int, epoch: int) -> list[tuple[Tensor, Tensor]
 
 
 def train_plainly(name: str, made: pg.Job) -> list[float]:
-    """A plain loop over the stream; returns the losses."""
+    """Train in a plain loop over the stream; return the losses."""
     model = made.build_model()
     optimizer = made.optimizer(model.parameters())
     losses = []
@@ -148,7 +151,7 @@ def test_serial_takes_the_samples_of_the_stream(name: str, tmp_path: Path) -> No
     ],
 )
 def test_strategies_train_as_serial_does(name: str, strategy: str, tmp_path: Path) -> None:
-    """Also resumed in the middle of an epoch, by serial."""
+    """Every strategy trains as serial does, also if serial resumes it within an epoch."""
     made = make_job(name)
     serial = pg.train(made, "serial", runs=tmp_path)
     if "asp" in strategy or "local" in strategy:
@@ -164,7 +167,7 @@ def test_strategies_train_as_serial_does(name: str, strategy: str, tmp_path: Pat
 @pytest.mark.table
 @pytest.mark.parametrize("loaders", [1, 2])
 def test_loaders_give_the_same_batches(loaders: int, tmp_path: Path) -> None:
-    """Each loader reads the whole stream, whatever it asks of torch."""
+    """Each loader reads the whole stream, although the stream asks torch for its part."""
     made = make_job("shuffled")
     serial = pg.train(made, "serial", runs=tmp_path)
     run = pg.train(made, "data(2)", runs=tmp_path, loaders=loaders)
@@ -198,19 +201,25 @@ def test_own_loop_takes_a_stream() -> None:
 
 
 def test_batches_are_read_in_any_order() -> None:
-    """A check loads a batch again, and a share that was given back comes late."""
+    """Batches of a stream can be read again and in any order.
+
+    A check loads a batch again. If a worker returns its share unfinished, it is read later.
+    """
     samples = Samples(STREAMS["endless"](), seed=3)
     before = fingerprint_generators()
     batches = [samples[1, list(range(start, start + 7))][0] for start in (0, 7, 14)]
     again = [samples[1, list(range(start, start + 7))][0] for start in (14, 0, 7)]
     assert all(map(torch.equal, again, (batches[2], batches[0], batches[1])))
-    # a rank's places in the batch
+    # only the positions of one rank in the batch
     assert torch.equal(samples[1, list(range(7, 14)), [2, 5]][0], batches[1][[2, 5]])
     assert fingerprint_generators() == before
 
 
 def test_stream_sees_one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streams that divide themselves by the launcher's variables gave each rank other samples."""
+    """A stream does not see the rank variables of the launcher.
+
+    Earlier, a stream that divides itself by these variables gave each rank other samples.
+    """
 
     def divide(epoch: int) -> Iterator[int]:
         size = int(os.environ.get("WORLD_SIZE", 1))
@@ -232,7 +241,7 @@ def test_samples_without_a_number_are_equal() -> None:
 
 # ---- refused ----------------------------------------------------------------------------------
 class Ongoing(IterableDataset[tuple[Tensor, Tensor]]):
-    """Goes on where it was, as a stream from a queue does."""
+    """A stream that continues where it stopped, as a stream from a queue does."""
 
     def __init__(self) -> None:
         self.samples = itertools.cycle(VECTORS)
@@ -242,7 +251,10 @@ class Ongoing(IterableDataset[tuple[Tensor, Tensor]]):
 
 
 def shuffle_numbers(epoch: int) -> Iterator[Any]:
-    """Draws from a generator of its own; numbers of numpy once all counted as equal."""
+    """Return numbers from a generator without a seed.
+
+    Earlier, all numbers of numpy counted as equal, so this was not detected.
+    """
     return iter(numpy.random.default_rng().permutation(SIZE))
 
 

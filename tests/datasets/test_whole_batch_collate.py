@@ -1,5 +1,6 @@
-"""Collates that draw or pad: what they make of a share is not its part of the batch, so every
-rank collates all of it.
+"""Collates that draw random numbers, pad or sort, so that every rank collates the whole batch.
+
+If such a collate gets only a share, its result differs from that part of the collated batch.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ STRATEGIES = ("data(2)", "data(3, reduce=ring, shares=[2, 1, 1], micro=2)", "ser
 
 
 def mixed_up(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Mixup: every sample with another of its batch, by a share drawn for the batch."""
+    """Mix every sample with another one of its batch, by a weight drawn per batch (mixup)."""
     x, target = default_collate(samples)
     share = numpy.random.beta(0.4, 0.4)
     other = torch.randperm(len(x))
@@ -41,13 +42,13 @@ def mixed_up(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def masked(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Some entries hidden, by Python's generator and by torch's."""
+    """Set random entries to zero; draw from Python's generator and from torch's."""
     x, target = default_collate(samples)
     return x * (torch.rand_like(x) > 0.3) * random.choice([0.5, 1.0]), target
 
 
 class Pooled(nn.Module):
-    """The mean over a padded line, padding and all."""
+    """A model that takes the mean over a padded line, including the padding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +73,7 @@ PADDED = job("padded", Pooled, Lines(), collate=padded)
 
 
 class Recurrent(nn.Module):
-    """The last state of lines that are packed longest first, as torch wants them by itself."""
+    """A recurrent model over packed lines; by default, torch requires the longest line first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +101,11 @@ SORTED = job("sorted", Recurrent, Lines(), collate=longest_first)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("made", [*DRAWING.values(), PADDED], ids=lambda made: made.name)
 def test_whole_batch_collate_equals_serial(made: Job, strategy: str, tmp_path: Path) -> None:
-    """What collate drew followed a share's first sample; a mean over padding was 7.5e-2 off."""
+    """Collates that draw or pad train as serial does.
+
+    Earlier, the random numbers of collate depended on the first sample of a share. A mean over
+    padding had an error of 7.5e-2.
+    """
     certificate = pg.verify(made, strategy, runs=tmp_path)
     assert certificate.same
     assert certificate.difference is not None
@@ -124,8 +129,9 @@ def test_reason_for_whole_batches_is_recorded(tmp_path: Path) -> None:
 
 
 def test_indivisible_batch_is_refused() -> None:
-    """Time first: the batch's first dimension is not the samples, so no rank could take its
-    part of a whole batch.
+    """A batch whose first dimension is time is refused if ranks must collate the whole batch.
+
+    A rank cannot take its part of such a batch.
     """
 
     def time_first(lines: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -143,9 +149,11 @@ def test_indivisible_batch_is_refused() -> None:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("strategy", ["data(2, micro=3)", "serial(micro=3)"])
 def test_collate_with_a_sample_order(strategy: str, tmp_path: Path) -> None:
-    """With micro=3 the last batch of 5 leaves a part empty, for which one sample stands in.
-    Sorted among the others it was taken for another one, in silence: gradients were 2.2 times
-    their size off.
+    """A collate that sorts the samples trains as serial does.
+
+    With micro=3, the last batch of 5 gives a rank an empty part, filled with a placeholder sample.
+    Earlier, collate sorted the placeholder among the others, so it was taken for another sample.
+    The error of the gradients was 2.2 times their size, without a message.
     """
     assert inspect_job(SORTED).whole_batch_reason == OWN
     certificate = pg.verify(SORTED, strategy, runs=tmp_path)
@@ -155,7 +163,7 @@ def test_collate_with_a_sample_order(strategy: str, tmp_path: Path) -> None:
 
 
 def numbered(samples: list[float]) -> tuple[Tensor, Tensor]:
-    return torch.tensor(samples), torch.tensor(samples[0])  # the first one's, for all
+    return torch.tensor(samples), torch.tensor(samples[0])  # one target for all samples
 
 
 GENERATOR = torch.Generator()
@@ -187,8 +195,9 @@ COLLATES: dict[str, tuple[Callable[[list[Any]], Any], list[Any], str | None]] = 
 
 @pytest.mark.parametrize("name", COLLATES)
 def test_collates_that_sort_are_detected(name: str) -> None:
-    """Asked with the same few samples forwards and backwards; one that cannot be seen through
-    is left as it is.
+    """A collate that sorts is detected by calls with the same samples forwards and backwards.
+
+    If these calls do not show what a collate does, it is used unchanged.
     """
     collate, data, because = COLLATES[name]
     assert explain_whole_batch(Samples(data, 0, collate), batch=12) == because
@@ -201,8 +210,10 @@ def without_twos(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def test_collate_that_fails_on_a_share(tmp_path: Path) -> None:
-    """It drops samples, and of one share all: "not enough values to unpack (expected 2, got 0)"
-    was all that was said.
+    """If a collate fails on a share, the message says so and names the repair.
+
+    This collate drops samples, and it drops all samples of one share. Earlier, the message was
+    only "not enough values to unpack (expected 2, got 0)".
     """
     vectors = TensorDataset(VECTORS.tensors[0], torch.where(torch.arange(29) % 2 == 0, 1, 2))
     dropping = job("dropping", lambda: nn.Linear(10, 4), vectors, collate=without_twos, batch=2)

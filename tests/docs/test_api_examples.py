@@ -23,7 +23,7 @@ def find_examples() -> list[doctest.DocTest]:
     return list(found.values())
 
 
-# with ranks of their own: those that tests share stay in the folder in which they started
+# each example starts its own ranks: shared ranks would stay in the folder in which they started
 @pytest.mark.story
 @pytest.mark.parametrize("example", find_examples(), ids=lambda test: test.name)
 def test_example_in_docstring(

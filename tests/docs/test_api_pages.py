@@ -1,4 +1,4 @@
-"""The reference of the Python interface has every public name, with its arguments and types."""
+"""The reference of the Python interface has every public name, its arguments and its types."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ENTRIES = [
 
 
 def find_object(name: str) -> Any:
-    """Return what `paragrad.NAME` is."""
+    """Return the object `paragrad.NAME`."""
     home, _, last = name.rpartition(".")
     return getattr(importlib.import_module(".".join(filter(None, ["paragrad", home]))), last)
 
@@ -52,7 +52,7 @@ def list_callables(kind: str, name: str) -> Iterator[tuple[str, Any, str]]:
             yield name, initial, text
         for method, value in vars(found).items():
             function = getattr(value, "__func__", value)
-            # the site leaves out what has no docstring
+            # the site shows only methods that have a docstring
             if (
                 not method.startswith("_")
                 and inspect.isfunction(function)

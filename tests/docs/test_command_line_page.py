@@ -32,11 +32,11 @@ class Parameter(NamedTuple):
     """An argument or option of a command.
 
     Attributes:
-        names: Its names as a user types them; of an argument its metavar.
-        value: What its value is called; empty for a flag and for an argument.
+        names: Its names as a user types them; for an argument, its metavar.
+        value: The name of its value; empty for a flag and for an argument.
         text: The sentences about it.
-        default: The value without it, as the page shows it.
-        is_argument: Whether it is given by its place.
+        default: Its default value, as the page shows it.
+        is_argument: Whether it is given by its position.
     """
 
     names: tuple[str, ...]
@@ -72,7 +72,7 @@ def list_parameters(command: CommandInfo) -> Iterator[Parameter]:
             names = (info.metavar or name.upper(),)
             value = ""
         else:
-            # in Annotated, the first name stands in the place of the default
+            # in Annotated, the first name is in the place of the default
             given_names = [info.default] if isinstance(info.default, str) else []
             given_names += info.param_decls or ()
             names = tuple(part for each in given_names for part in each.split("/") if part) or (
@@ -93,7 +93,7 @@ def list_parameters(command: CommandInfo) -> Iterator[Parameter]:
 
 
 def get_value_name(kind: Any) -> str:
-    """Return what a value of a type is called."""
+    """Return the name that the page gives to a value of a type."""
     kinds = [each for each in (get_args(kind) or (kind,)) if each is not type(None)]
     return {int: "NUMBER", float: "NUMBER", Path: "PATH"}.get(kinds[0], "TEXT")
 

@@ -1,5 +1,6 @@
-"""What README and pages tell a newcomer to type works as it stands, in a fresh clone (examples:
-test_examples.py).
+"""The commands in README and docs work as they are written, in a fresh clone.
+
+test_examples.py runs the commands of the examples.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def imported(code: str) -> bool:
     )
 
 
-# what is not typed here, by its first words, and why
+# commands that this file does not run, by their first words, with the reason
 ELSEWHERE = {
     "make test": "it is what CI runs beside this",
     "python3 -m venv": "installing is where CI begins",
@@ -55,8 +56,8 @@ ELSEWHERE = {
     'paragrad train digits --strategy "data(2, reduce=ring)" '
     "--inject-fault": "refused, as the page shows; a row of refused.md",
 }
-# what a command wants that is not on every machine: the words that show it, is it here, what is
-# said otherwise
+# what some commands need and not every machine has: a pattern that finds these commands, a
+# function that tells whether this machine has it, and the reason for a skip
 WANTS = {
     r"mnist|shakespeare": (
         lambda: "PARAGRAD_DATA" in os.environ,
@@ -99,8 +100,9 @@ LONG = {
 
 
 def told(page: Path) -> list[tuple[str, str]]:
-    """What a page tells to save (name of the file, its text) and to type ("", the command), in
-    its order.
+    """Return the files that a page shows, and its commands, in the order of the page.
+
+    A file is a pair (name, text), and a command is a pair ("", command).
     """
     steps = []
     for kind, block, inline in FENCED.findall(page.read_text()):
@@ -118,14 +120,15 @@ def bare(command: str) -> str:
     return re.sub(r"\s{2,}#.*", "", command)
 
 
-IN_EXAMPLES = {bare(line) for _, line in example_commands.COMMANDS}  # typed by that file
+IN_EXAMPLES = {bare(line) for _, line in example_commands.COMMANDS}  # test_examples.py runs them
 COMMANDS = {page: [line for name, line in told(page) if not name] for page in PAGES}
 
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A fresh clone, with what is changed and not committed yet, and in its .venv what `make`
-    would install.
+    """Make a fresh clone that includes the changes that are not committed yet.
+
+    Its .venv contains what `make` would install.
     """
     clone = tmp_path / "paragrad"
     if (ROOT / ".git").exists() and shutil.which("git"):
@@ -142,7 +145,7 @@ def clone(tmp_path: Path) -> Path:
     for each in Path(sys.prefix).iterdir():
         if each.name not in ("ready", "zoo"):
             (clone / ".venv" / each.name).symlink_to(each)
-    # newer than what it is made of: make does not install
+    # this file is newer than its sources, so make does not install again
     (clone / ".venv" / "ready").touch()
     return clone
 
@@ -157,14 +160,15 @@ def clone(tmp_path: Path) -> Path:
     ],
 )
 def test_page_commands_as_typed(page: Path, clone: Path) -> None:
-    """Every command of a page ends with exit code 0, in the order of the page, the files that
-    it shows saved beside it.
+    """Every command of a page ends with exit code 0, in the order of the page.
+
+    The files that the page shows are saved in the same folder.
     """
     environment = {
         **os.environ,
         "PATH": f"{clone}/.venv/bin{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(clone / "src"),
-        # containers are root's
+        # in a container, the user is root
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     }
@@ -183,7 +187,7 @@ def test_page_commands_as_typed(page: Path, clone: Path) -> None:
             or any(text.startswith(words) for words in ELSEWHERE)
         ):
             continue
-        # ends what the command has started, too
+        # timeout also ends the processes that the command has started
         words = ["timeout", "--kill-after=20", "300", "bash", "-c", text]
         typed = subprocess.run(
             words,
@@ -200,7 +204,7 @@ def test_page_commands_as_typed(page: Path, clone: Path) -> None:
 
 
 def test_every_exception_matches_a_command() -> None:
-    """A line of the tables above that fits no command any more hides nothing, and goes."""
+    """A row of the tables above that matches no command must be removed."""
     commands = [line for lines in COMMANDS.values() for line in lines]
     assert [
         words for words in ELSEWHERE if not any(line.startswith(words) for line in commands)
@@ -209,7 +213,7 @@ def test_every_exception_matches_a_command() -> None:
 
 
 def test_commands_are_in_named_unindented_blocks() -> None:
-    """An indented or unnamed block of commands would be typed by nobody but newcomers."""
+    """Commands in an indented or unnamed block are refused, because no test would run them."""
     for page in PAGES:
         text = page.read_text()
         stray = re.findall(

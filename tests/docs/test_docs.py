@@ -1,4 +1,4 @@
-"""What README and docs show is what the command prints; their links lead somewhere."""
+"""README and docs show what the commands print, their examples work, and their links exist."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SHOWN = [
 def test_shown_output_is_the_printed_output(
     page: str, command: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # the pages were made on two cores
+    # the output in the pages was printed on a machine with two cores
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     assert CliRunner().invoke(app, shlex.split(command)).stdout == text
 
@@ -90,7 +90,10 @@ def test_all_reduce_costs_in_pages_are_the_printed_ones(
 def test_drawings_in_pages_are_those_of_the_command(
     command: str, figure: str, tmp_path: Path
 ) -> None:
-    """Arrow by arrow and label by label; another matplotlib may write their lines otherwise."""
+    """A drawing in a page has the same arrows and labels as the one that the command draws.
+
+    The files are not compared, because another version of matplotlib may write other lines.
+    """
 
     def shown(file: Path) -> list[str]:
         texts = [
@@ -120,7 +123,7 @@ def test_links_lead_to_files(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_external_links_are_well_formed(page: Path) -> None:
-    """There is no network where tests run, so only the form is checked."""
+    """Only the form of external links is checked, because the tests have no network."""
     for target in re.findall(r"\]\((https?:[^)\s]*)\)", page.read_text()):
         parts = urlsplit(target)
         assert parts.scheme == "https", target
@@ -128,8 +131,10 @@ def test_external_links_are_well_formed(page: Path) -> None:
 
 
 def test_cpu_build_in_readme_is_the_pinned_one() -> None:
-    """The advice to install torch's CPU build first was undone by make, which pins another
-    version.
+    """The README installs the version of torch that is pinned.
+
+    Earlier, the README advised to install torch's CPU build first. Then make replaced it by
+    another version, which was pinned.
     """
     (told,) = re.findall(r"pip install (torch==\S+) ", (ROOT / "README.md").read_text())
     assert told in (ROOT / "constraints.txt").read_text().splitlines()
@@ -157,8 +162,9 @@ def test_job_file_of_the_readme_trains(tmp_path: Path) -> None:
 
 
 def test_dataset_of_your_data_page_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page had no example. This one is saved and run as typed, and learns what it is
-    about.
+    """The example of the page is saved and run as typed, and it learns.
+
+    Earlier, the page had no example.
     """
     text = (ROOT / "docs" / "how_to" / "your_data.md").read_text()
     code = re.search(
@@ -177,7 +183,7 @@ def test_dataset_of_your_data_page_trains(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_every_field_of_a_job_has_a_table_row() -> None:
-    """No page listed what a Job takes."""
+    """The page lists every field of a Job with its default. Earlier, no page did."""
     text = (
         (ROOT / "docs" / "reference" / "jobs.md")
         .read_text()
@@ -191,8 +197,9 @@ def test_every_field_of_a_job_has_a_table_row() -> None:
 
 
 def ran(name: str, folder: Path, *words: str) -> str:
-    """What a Python block of the README prints, saved under the name in its first line and run
-    in a folder.
+    """Save a Python block of the README in a folder, run a command there, and return its output.
+
+    The first line of the block is the name of the file.
     """
     code = re.search(rf"```python\n# {name}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert code is not None
@@ -218,7 +225,7 @@ def test_user_loop_of_the_readme_equals_serial_under_torchrun(tmp_path: Path) ->
         "--standalone",
         "--nproc-per-node",
         "2",
-        # a file each: as -u has it, they may print into one line
+        # one file per process: with unbuffered output, two processes may print into one line
         "--redirects",
         "1",
         "--log-dir",
@@ -247,8 +254,10 @@ EXAMPLES = [
 def test_every_job_in_the_pages_equals_serial(
     page: str, name: str, code: str, tmp_path: Path
 ) -> None:
-    """The page of one's own data had one that was 7.5e-2 off: a mean over padding, which
-    differs by share.
+    """Every job in the pages trains as serial does.
+
+    Earlier, a job of the page about the user's own data had an error of 7.5e-2. It took a mean
+    over padding, and the padding differs between shares.
     """
     if "transformers" in code:
         if importlib.util.find_spec("transformers") is None:
@@ -284,7 +293,7 @@ def test_every_job_in_the_pages_equals_serial(
     ],
 )
 def test_pages_show_the_tested_examples(page: str, example: str) -> None:
-    """Code and commands are the example's, which test_examples.py runs as it says."""
+    """Code and commands of the pages are those of the examples, which test_examples.py runs."""
     text = (ROOT / "docs" / page).read_text()
     shown = (ROOT / "examples" / example).read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)

@@ -1,4 +1,4 @@
-"""Every file of examples/ is run by what its first lines say to type."""
+"""Every file of examples/ is run by the commands that its first lines name."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ PROGRAMS = {
     "python": [sys.executable],
     "torchrun": [sys.executable, "-m", "torch.distributed.run"],
 }
-# long ones, in `make table`; of their files a shorter line is in CI, and test_checkpoint.py
-# resumes as resume.py does
+# Long commands run only in `make table`. CI runs a shorter command of the same file, and
+# test_checkpoint.py resumes as resume.py does.
 LONG = {
     "python examples/callbacks.py",
     'torchrun --standalone --nproc-per-node 2 examples/ddp_hook.py "halving(segments=2)"',
@@ -91,7 +91,7 @@ def test_the_notebook(tmp_path: Path) -> None:
     assert sum("image/png" in each.data for each in results) == 2  # the plots
     assert sum("image/svg+xml" in each.data for each in results) == 1  # the drawing
     assert any(each.data.get("text/plain", "").startswith("(True, ") for each in results)
-    # one bar for each call that trains, whatever number of runs it made
+    # one progress bar for each call that trains, for any number of runs in the call
     calls = {
         place: len(found)
         for place, cell in enumerate(notebook.cells)

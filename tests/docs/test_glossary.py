@@ -1,7 +1,7 @@
-"""Every term of the glossary stands in the docstring of the module that its row names.
+"""Every term of the glossary is in the docstring of the module that its row names.
 
-So one `grep` for a term of the field finds the module in which to begin reading. Once, `1F1B` and
-"tied weights" were found nowhere.
+So one `grep` for a term of the field finds the module in which to begin reading. Earlier, `1F1B`
+and "tied weights" were in no module.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def read_glossary() -> list[GlossaryRow]:
 
 
 def contains_term(text: str, term: str) -> bool:
-    """Tell whether a text has a term: in any case, with spaces, line breaks or hyphens in it.
+    """Tell whether a text has a term, in any case, with spaces, line breaks or hyphens.
 
     Args:
         text: The text.

@@ -1,4 +1,4 @@
-"""Pages are short and plain: their words, the length of their sentences, and words for people.
+"""Pages are short and plain: few words, short sentences, and no words for people.
 
 Tables, code and generated pages do not count.
 """
@@ -39,9 +39,7 @@ PAGES = [
 
 
 def get_prose(page: Path) -> str:
-    """Return the text of a page without code, tables, blocks that benchmarks write, and targets of
-    links.
-    """
+    """Return the text of a page without code, tables, targets of links and generated blocks."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     text = re.sub(r"<!-- (?!end)[^>]+ -->.*?<!-- end -->", "", text, flags=re.DOTALL)
     text = re.sub(r"^( {4}|\t|\s*\|).*$", "", text, flags=re.MULTILINE)

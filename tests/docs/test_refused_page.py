@@ -19,7 +19,7 @@ pytestmark = pytest.mark.processes
 TABLE = read_rows()
 
 
-# said before a job that reads it refuses
+# this warning may come before a job that reads the data folder is refused
 @pytest.mark.sample(2)
 @pytest.mark.filterwarnings("ignore:there is no data folder")
 @pytest.mark.parametrize(("command", "message"), TABLE, ids=[command for command, _ in TABLE])
@@ -30,8 +30,10 @@ def test_command_is_refused_with_its_message(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """What is refused for its samples reads some: without the files it was downloaded, or
-    failed where there is no network.
+    """Every command of the page is refused with its message.
+
+    A job that is refused because of its samples must read some of them. Earlier, if the files
+    were missing, they were downloaded, or the test failed without a network.
     """
     if "shakespeare-gpt" in command:
         request.getfixturevalue("data")

@@ -1,6 +1,4 @@
-"""Batch norm however a model computes it: the statistics of the whole micro-batch, equal to
-serial.
-"""
+"""Every form of batch norm uses the statistics of the whole micro-batch, and equals serial."""
 
 from __future__ import annotations
 
@@ -28,14 +26,15 @@ from paragrad.trainer.trainer import Trainer
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm"), pytest.mark.story]
 
 BOUND = 1e-10
-# the last batch has 5 or 6 samples: with the shares of the third some parts are empty, and some
-# are one sample
+# the last batch has 5 or 6 samples: with the shares of the third strategy, some parts are empty,
+# and some have one sample
 STRATEGIES = ("data(2)", "data(2, reduce=ring)", "data(3, shares=[6, 1, 1], micro=2)")
 
 
 class Plain(nn.Module):
-    """functional.batch_norm in a forward, imported by name: no module of torch's kind, no
-    running statistics.
+    """A model whose forward calls functional.batch_norm, imported by name.
+
+    It has no batch norm module of torch, and no running statistics.
     """
 
     def __init__(self) -> None:
@@ -49,7 +48,7 @@ class Plain(nn.Module):
 
 
 class Recomputed(nn.Module):
-    """A batch norm inside gradient checkpointing, which computes it once more in backward."""
+    """A model with a batch norm in gradient checkpointing, which computes it again in backward."""
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -63,8 +62,9 @@ class Recomputed(nn.Module):
 
 
 class Frozen(nn.Module):
-    """A batch norm that stays in eval mode in training (its statistics are fixed), before one
-    that trains.
+    """A model whose first batch norm stays in eval mode in training; its statistics are fixed.
+
+    A second batch norm trains.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Frozen(nn.Module):
 
 
 class Kept(Frozen):
-    """It is never told to train but by who trains it."""
+    """A model whose frozen norm is in training mode until the trainer calls `train()`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,8 +92,9 @@ class Kept(Frozen):
 
 
 class Instances(nn.Module):
-    """Instance norm written with batch_norm, samples x channels as channels (as AdaIN is), and
-    a standardised weight.
+    """A model that computes instance norm with batch_norm, and standardizes a weight.
+
+    Samples x channels are the channels of that batch norm, as in AdaIN.
     """
 
     def __init__(self) -> None:
@@ -117,7 +118,7 @@ def normed_mlp() -> nn.Module:
 
 
 def pooled_cnn() -> nn.Module:
-    """Whose batch norm sees two values per channel and sample."""
+    """Return a model whose batch norm sees 2 x 2 values per channel and sample."""
     return nn.Sequential(
         nn.Conv2d(2, 4, 3),
         nn.MaxPool2d(3),
@@ -164,7 +165,10 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Dataset]] = {
 
 
 def gentle(parameters: object) -> torch.optim.Optimizer:
-    """In larger steps the rounding of one processor grew to 1.3e-10 in twenty."""
+    """Return SGD with small steps.
+
+    With larger steps, rounding on one processor grew to 1.3e-10 in twenty steps.
+    """
     return torch.optim.SGD(parameters, lr=0.02, momentum=0.9)  # type: ignore[arg-type]
 
 
@@ -175,15 +179,17 @@ def same(job: Job, strategy: str, folder: Path) -> pg.Certificate:
     return certificate
 
 
-# the door looks without gradients
+# validation runs the model without gradients
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_form_of_batch_norm_equals_serial(kind: str, strategy: str, tmp_path: Path) -> None:
-    """A subclass's own forward was replaced by the plain one, and its activation lost (2.5 off
-    at step 0); functional calls took each share's own statistics; SyncBatchNorm refused the
-    CPU; an instance norm would mix samples of two ranks.
+    """Every form of batch norm equals serial.
+
+    Earlier, the forward of a subclass was replaced by the plain one, and its activation was lost
+    (2.5 off at step 0). Functional calls used the statistics of each share. SyncBatchNorm refused
+    the CPU. An instance norm would mix samples of two ranks.
     """
     model, data = KINDS[kind]
     same(job(kind, model, data, optimizer=gentle), strategy, tmp_path)
@@ -201,7 +207,7 @@ def test_timms_batch_norm_with_activation(strategy: str, tmp_path: Path) -> None
     ("strategy", "batch"), [("data(3)", 3), ("data(3, reduce=tree)", 3), ("data(2, micro=2)", 4)]
 )
 def test_one_sample_per_share(strategy: str, batch: int, tmp_path: Path) -> None:
-    """torch refuses one value per channel in training; over all ranks there are more."""
+    """torch refuses one value per channel in training; over all ranks there are more values."""
     data = TensorDataset(*(tensor[:24] for tensor in IMAGES.tensors))
     model = pooled_cnn if batch == 4 else normed_cnn
     same(job("one each", model, data, batch=batch), strategy, tmp_path)
@@ -216,7 +222,7 @@ class ByHand(nn.BatchNorm2d):
 
 
 class Stem(nn.Module):
-    """As a vision transformer begins: the gradient of its batch norm comes transposed."""
+    """A model that begins like a vision transformer: its batch norm gets a transposed gradient."""
 
     def __init__(self, norm: type[nn.BatchNorm2d] = nn.BatchNorm2d) -> None:
         super().__init__()
@@ -236,11 +242,12 @@ def by_hand() -> nn.Module:
 
 @pytest.mark.parametrize("strategy", ["serial", "data(2)", "pipeline(2, micro=4, cut=[out])"])
 def test_one_image_with_a_transposed_gradient(strategy: str, tmp_path: Path) -> None:
-    """torch's own backward is wrong there, by more than the gradient, in one layout of the work
-    and not in another.
+    """torch's own backward is wrong for one image with a transposed gradient.
+
+    The error is larger than the gradient. It occurs in one layout of the work, and not in another.
     """
     data = TensorDataset(*(tensor[:9] for tensor in IMAGES.tensors))
-    # whose batch is one
+    # the reference sees the same micro-batches
     model, alone = (Stem, "serial(micro=4)") if "micro" in strategy else (by_hand, "serial")
     expected = pg.train(
         job("by hand", model, data, batch=8, dtype=torch.float64), alone, runs=tmp_path
@@ -288,8 +295,9 @@ def test_norm_backward_in_either_memory_layout(norm: nn.Module) -> None:
 
 
 def test_norm_that_train_keeps_in_eval_mode() -> None:
-    """A loop begins with model.train(), for which the model has a way of its own: a job's never
-    heard it.
+    """A training loop begins with model.train(), and a model may override `train`.
+
+    Earlier, this method of a job's model was not called.
     """
     model = job("kept", Kept, VECTORS).build_model()
     assert not model.frozen.training
@@ -303,8 +311,9 @@ def test_norm_that_train_keeps_in_eval_mode() -> None:
 
 
 def test_changed_running_statistics_are_named() -> None:
-    """What a comparison may excuse after batch norm, by name: neither other buffers nor a
-    frozen norm's.
+    """The running statistics that batch norm computed are known by name.
+
+    A comparison may excuse these, but neither other buffers nor those of a frozen norm.
     """
     found = job("frozen", Frozen, VECTORS)
     trainer = Trainer.build_for_job(World(), found, pg.strategy("serial"))
@@ -347,8 +356,9 @@ def run_before() -> nn.Module:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("model", [compiled, run_before])
 def test_a_compiled_batch_norm_is_refused(model: Callable[[], nn.Module], tmp_path: Path) -> None:
-    """A graph holds torch's own kernel: each rank took the statistics of its share, or waited
-    for ever in the compiler.
+    """A compiled graph contains torch's own kernel for batch norm.
+
+    Earlier, each rank used the statistics of its share, or waited for ever in the compiler.
     """
     with pytest.raises(RankFailed, match="batch norm in a compiled model"):
         pg.train(job("compiled", model, VECTORS), "data(2)", runs=tmp_path)

@@ -1,4 +1,4 @@
-"""What the door says of a loss that does not add up: its cause, with the repair."""
+"""What validation says about a loss that does not add up: its cause, with the repair."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MASKED = TensorDataset(VECTORS.tensors[0], torch.stack([whole(4, 29, seed=2), CO
 
 
 def masked(divisor: Callable[[Tensor], Tensor | int]) -> Callable[[Tensor, Tensor], Tensor]:
-    """A mean over what counts, divided by some function of how many do."""
+    """Return a loss: the sum over samples that count, divided by a function of their number."""
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
         each = functional.cross_entropy(output, target[:, 0], reduction="none")
@@ -39,9 +39,11 @@ def refused(**changes: object) -> str:
 
 
 def test_clamped_divisor_is_not_a_plain_sum() -> None:
-    """With few samples that count in the batch asked, the parts' values sum up to the whole's:
-    it was called a bare sum, and the repair, the number of samples as the weight, is another
-    training.
+    """A clamped divisor is not reported as a bare sum.
+
+    If few samples of the tested batch count, the values of the parts sum up to the value of the
+    whole. Earlier, the loss was called a bare sum. The repair, the number of samples as the weight,
+    is another training.
     """
     message = refused(data=MASKED, loss=masked(lambda count: count.clamp(min=4)))
     assert "which divide by 4 and 4 + 4; return the pair" in message
@@ -62,8 +64,10 @@ def test_clamped_divisor_is_not_a_plain_sum() -> None:
 def test_constant_in_the_divisor_is_shown_in_numbers(
     divisor: Callable[[Tensor], Tensor], numbers: str
 ) -> None:
-    """ "1.24176 over a batch, 1.24176 from its parts, which divide by 3 and 1 + 2": who is to
-    see it?
+    """The message shows enough digits to see the constant in the divisor.
+
+    Earlier, it was not visible: "1.24176 over a batch, 1.24176 from its parts, which divide by 3
+    and 1 + 2".
     """
     message = refused(data=MASKED, loss=masked(divisor))
     assert numbers in message
@@ -102,7 +106,7 @@ class Noisy(nn.Module):
 
 
 class Drawn:
-    """Noise on the loss."""
+    """A loss with random noise."""
 
     def __init__(self) -> None:
         self.own = numpy.random.default_rng(0)
@@ -117,7 +121,7 @@ class Drawn:
     ("changes", "name"), [({"model": Noisy}, "own"), ({"loss": Drawn()}, "loss.own")]
 )
 def test_private_generator_is_not_sample_mixing(changes: dict[str, object], name: str) -> None:
-    """It was told as "the model mixes samples"."""
+    """Earlier, the message was: the model mixes samples."""
     message = refused(**changes)
     assert (
         f"the random generator {name}, of the model's or the loss's own, draws for a batch"
@@ -159,15 +163,18 @@ def test_dataset_with_a_private_generator() -> None:
 
 
 def test_hooks_of_a_first_forward_are_registered_once() -> None:
-    """Every look at the model took back its note that they were, and left them there: the loss
-    was another number each time, and in the training what the hooks gather came twice.
+    """Earlier, each inspection reset the model's flag for its hooks, but left the hooks in place.
+
+    So the model registered its hooks again. The loss was another number each time, and in training
+    the hooks collected every output twice.
     """
     validate_run(job("gathering", Gathering, VECTORS), "data(2)")
 
 
 def test_zero_loss_gives_no_warning() -> None:
-    """torch warned, under paragrad's name, that a tensor which requires gradients became a
-    number.
+    """Earlier, torch warned that a tensor which requires gradients became a number.
+
+    The warning pointed at paragrad.
     """
     validate_run(
         job("asked", model=mlp, data=VECTORS, loss=lambda output, target: 0.0 * output.mean()),

@@ -1,4 +1,4 @@
-"""The clock: what happens when; and its reading of all ranks at once."""
+"""The clock, which times a schedule, and the uniform clock, which times all ranks at once."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CLUSTERS = {
 
 @dataclass(frozen=True)
 class Programs:
-    """A schedule written out: a program per rank, over two parts."""
+    """A schedule that is given as one program per rank, over two parts."""
 
     programs: tuple[tuple[Send | Recv | Compute, ...], ...]
 
@@ -96,16 +96,19 @@ def test_both_directions_of_a_link_work_at_once() -> None:
 
 
 def test_expected_sender_goes_first() -> None:
-    """Both others have sent at once; rank 0 takes rank 2's first, so that is the one that has
-    the way.
+    """Ranks 1 and 2 send to rank 0 at once; rank 0 expects rank 2's message first.
+
+    So that message uses the link first.
     """
     programs = (Recv(2, 1), Send(1, 1), Recv(1, 0)), (Send(0, 0), Recv(0, 1)), (Send(0, 1),)
     assert ends(Cluster(LINK), *programs) == (16.0, 16.0, 0.0)
 
 
 def test_slot_is_not_written_while_it_is_sent_in_the_clock() -> None:
-    """Rank 0's send waits for rank 1, which is busy with rank 2; what comes for the slot
-    meanwhile is added afterwards.
+    """A message for a slot is added only after the slot was sent.
+
+    Rank 0's send waits for rank 1, which is busy with rank 2. Meanwhile a message for the slot
+    arrives.
     """
     found = ends(
         Cluster(LINK, 0.25),
@@ -138,9 +141,7 @@ def test_ranks_on_one_core_add_in_sequence() -> None:
 
 
 def test_work_on_shared_cores_delays_messages() -> None:
-    """Four ranks on one core, a message each: half a second a byte of sender and of
-    receiver.
-    """
+    """Four ranks share one core; a byte needs half a second of its sender and of its receiver."""
     link = Link(0.0, 0.5, work=0.5)
     programs = (Send(1, 0),), (Recv(0, 0),), (Send(3, 0),), (Recv(2, 0),)
     assert ends(Cluster(link), *programs) == (0.0, 5.0, 0.0, 5.0)
@@ -188,7 +189,7 @@ def test_compute_waits_for_the_sends_of_its_slot() -> None:
 
 
 def test_missing_duration_is_reported() -> None:
-    """Taken for nothing, it would make a pipeline's bubbles vanish."""
+    """If a missing duration counted as zero, the bubbles of a pipeline would vanish."""
     with pytest.raises(
         ScheduleError,
         match=r"rank 0 computes F0, and the clock was not told .* give durations={'F': seconds}",
@@ -202,8 +203,9 @@ def test_missing_duration_is_reported() -> None:
 
 @pytest.mark.parametrize(("stages", "micros"), [(1, 4), (2, 3), (4, 8)])
 def test_pipeline_time_is_its_slots_and_bubble(stages: int, micros: int) -> None:
-    """micros + stages - 1 forwards one after the other, and the messages of the first
-    micro-batch; the others hide theirs.
+    """The time is that of micros + stages - 1 forwards, and of the first micro-batch's messages.
+
+    The messages of the other micro-batches overlap with forwards.
     """
     schedule = Forwards(micros)
     found = time_schedule(
@@ -239,7 +241,7 @@ def test_uniform_clock_up_to_64_ranks(size: int) -> None:
         at_once = time_uniform_collective(
             schedule, size, 12 * size + 5, CLUSTERS["flight and overhead"]
         )
-        # parts of two lengths: its ranks meet
+        # the parts have two lengths, so the ranks of Direct meet on a link
         assert at_once is not None or isinstance(schedule, Direct)
         if at_once:
             assert at_once.ends == pytest.approx(
@@ -254,7 +256,10 @@ UNIFORM: list[Collective] = [Ring(), RingAsync(2), RingAsync(3), Direct()]
 @pytest.mark.parametrize("cluster", CLUSTERS.values(), ids=CLUSTERS)
 @pytest.mark.parametrize("schedule", UNIFORM, ids=str)
 def test_uniform_clock_equals_the_event_clock(schedule: Collective, cluster: Cluster) -> None:
-    """Also for lengths that do not divide; None where ranks would meet on a link."""
+    """The two clocks agree, also for lengths that do not divide.
+
+    If ranks would meet on a link, the uniform clock returns None.
+    """
     uniform = []
     sizes = {2, 3, 4, 5, 8, 9, 16, 24}
     for size in sizes:
@@ -297,21 +302,21 @@ class RightNeighbours:
 
 
 def test_whole_vector_is_no_part_per_rank() -> None:
-    """The range of all parts was taken for part r on rank r, and timed as one part."""
+    """Earlier, the range of all parts was taken for part r on rank r, and timed as one part."""
     schedule = RightNeighbours(lambda rank, size: range(size), lambda rank, size: range(size))
     timeline = time_collective(schedule, 4, 8, CLUSTERS["textbook"])
     assert timeline.seconds == 3.0 + 0.5 * 32
 
 
 def test_mismatched_slots_are_refused_in_a_uniform_schedule() -> None:
-    """All ranks at once were timed, whatever part the receiver expected."""
+    """Earlier, the uniform clock timed all ranks at once, whatever part the receiver expected."""
     schedule = RightNeighbours(lambda rank, size: rank, lambda rank, size: rank)
     with pytest.raises(ScheduleError, match="expects slot 1 from rank 0, which sends slot 0"):
         time_collective(schedule, 4, 8, CLUSTERS["textbook"])
 
 
 def test_equal_ranks_change_their_peers_by_thousands() -> None:
-    """Direct has a distance for each message: arrays of all of them took gigabytes."""
+    """Direct has a distance for each message; earlier, arrays of all distances took gigabytes."""
     size = 4096
     timeline = time_collective(Direct(), size, size * 100, Cluster(LINK, 0.25))
     assert timeline.ends == (timeline.seconds,) * size
@@ -319,7 +324,7 @@ def test_equal_ranks_change_their_peers_by_thousands() -> None:
 
 
 def test_thousands_of_ranks() -> None:
-    """The time of the formula, at 4,096 ranks; a straggler shows in it."""
+    """At 1,024 ranks, the time is that of the formula, and a straggler increases it."""
     size = 1024
     length = 1024 * 100
     plain = time_collective(Ring(), size, length, Cluster(LINK, 0.25))
@@ -342,7 +347,7 @@ def test_thousands_of_ranks() -> None:
 def test_too_many_messages_are_refused_with_a_possible_size(
     schedule: Any, size: int, goes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A million ranks were silent for minutes, or took all memory."""
+    """Earlier, a million ranks took minutes without a message, or took all memory."""
     monkeypatch.setattr(uniform_clock, "MAX_EVENT_MESSAGES", 2000)
     with pytest.raises(
         TooManyMessages,

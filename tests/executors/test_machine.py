@@ -110,7 +110,7 @@ def test_missing_machine_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_linear_link_is_fitted_exactly() -> None:
-    """From what a ping-pong and a stream show of a link whose numbers are known."""
+    """The fit gets the times that a ping-pong and a stream show for a link with known numbers."""
     alpha = 5e-5
     beta = 2e-9
     latency = 3e-5
@@ -156,8 +156,9 @@ def test_outlier_point_contradicts_its_neighbours() -> None:
 
 
 def test_predicted_time_has_an_interval_for_measured_links() -> None:
-    """From what links can do to what they did in the slowest rounds, and on both sides what the
-    clock leaves out.
+    """The interval reaches from the usual speed of links to the speed in their slowest rounds.
+
+    On both sides, a margin is added for what the clock leaves out.
     """
     quick = Link(1e-4, 1e-9)
     slow = Link(2e-4, 3e-9)
@@ -176,16 +177,19 @@ def test_predicted_time_has_an_interval_for_measured_links() -> None:
 
 
 def test_times_are_compared_by_paired_rounds() -> None:
-    """Two that differ less than the turns do, but in every turn the same way, are not equal."""
+    """Two algorithms are not equal if they differ in the same direction in every turn.
+
+    This is so even if the turns differ more than the algorithms.
+    """
     turns = [1.0, 3.0, 0.5, 7.0, 2.0, 1.5]
     assert is_measurably_slower([1.02 * each for each in turns], turns)
     assert not is_measurably_slower(
         [1.02 * each if place % 2 else 0.98 * each for place, each in enumerate(turns)], turns
     )
-    assert is_measurably_slower([1.2], [1.0])  # few turns: by how much
+    assert is_measurably_slower([1.2], [1.0])  # in few turns, the size of the difference counts
     assert not is_measurably_slower([1.02], [1.0])
-    # work beside that comes and goes hits one or the other of a pair: half as slow again, and
-    # the ratios of turns lie around 1
+    # other work on the machine slows one or the other of a pair: the median is half as slow again,
+    # but the ratios lie around 1
     assert is_measurably_slower(
         [2.9, 2.9, 1.0, 2.9, 1.0, 2.9, 1.0], [1.0, 1.9, 2.9, 1.9, 1.9, 2.9, 2.9]
     )
@@ -260,8 +264,9 @@ def test_invalid_simulation_is_refused(text: str, options: dict[str, object], sa
 
 
 def test_work_and_depth_of_schedules() -> None:
-    """W is p - 1 additions of every element, but for the butterfly, where all do the same ones;
-    D is the longest chain.
+    """The work W is p - 1 additions of every element; the depth D is the longest chain.
+
+    In the butterfly, W is larger, because all ranks make the same additions.
     """
     for size in (2, 4, 8, 16):
         rounds = size.bit_length() - 1

@@ -1,4 +1,4 @@
-"""What a rank holds while it plays a pipeline: by hand, and by the formulas."""
+"""The bytes that a rank holds while it runs a pipeline: by hand, and by the formulas."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paragrad.schedules.pipeline import (
 
 pytestmark = pytest.mark.pure
 
-FREE = StageBytes(0, 0, 10)  # activations alone: messages weigh nothing
+FREE = StageBytes(0, 0, 10)  # activations only: messages have no bytes
 
 
 def peak(found: list[TaskMemory]) -> int:
@@ -47,8 +47,10 @@ def test_memory_with_free_messages_equals_the_formulas(
 
 
 def test_zero_bubble_keeps_input_and_output_gradient() -> None:
-    """zero_bubble: rank r has min(p - r, m) forwards without their first half, and r first
-    halves without their second.
+    """zero_bubble keeps the forwards whose backward is not complete.
+
+    Rank r has min(p - r, m) forwards without their first half, and r first halves without their
+    second.
     """
     weight = StageBytes(0, 0, saved=10, saved_between_halves=16, first_half_peak=18)
     for size in (2, 3, 4):
@@ -60,9 +62,11 @@ def test_zero_bubble_keeps_input_and_output_gradient() -> None:
 
 
 def test_recompute_keeps_messages_and_one_forward() -> None:
-    """gpipe with recompute: m messages that came, m that went and are not known to be there,
-    and one forward. Of the last rank's gradients nobody tells that they came, and each is 1
-    more than the activations that go meanwhile.
+    """gpipe with recompute keeps m received messages, m sent messages, and one forward.
+
+    The sent messages are kept because they are not known to have arrived. No message confirms the
+    gradients that the last rank sends. Each of these is 1 more than the activations that are
+    released meanwhile.
     """
     weight = StageBytes(input_message=2, gradient_message=3, saved=50, shared_with_message=2)
     first, middle, last = (
@@ -82,7 +86,7 @@ def test_one_f_one_b_memory_by_hand() -> None:
         compute_task_memory(MicroBatchSchedule(OneFOneB(), 3), rank, 2, lambda *_: weight)
         for rank in range(2)
     )
-    # rank 0: F0 >x1.0 F1 >x1.1 <g1.0 B0 F2 >x1.2 <g1.1 B1 <g1.2 B2; a message goes from a
+    # rank 0: F0 >x1.0 F1 >x1.1 <g1.0 B0 F2 >x1.2 <g1.1 B1 <g1.2 B2; a message is kept from its
     # forward to the answer
     assert [(each.task, each.bytes) for each in first] == [
         ("F0", 11),
@@ -93,8 +97,8 @@ def test_one_f_one_b_memory_by_hand() -> None:
         ("B2", 13),
     ]
     assert [each.task for each in last] == ["F0", "B0", "F1", "B1", "F2", "B2"]
-    # three messages awaited from the first on; the gradient of micro-batch 0 is known to be
-    # there when x1.2 has come
+    # three messages are awaited from the beginning on; x1.2 confirms that the gradient of
+    # micro-batch 0 has arrived
     assert [each.bytes for each in last] == [12, 12, 13, 13, 12, 12]
 
 

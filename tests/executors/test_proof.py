@@ -1,4 +1,4 @@
-"""Sabotage: schedules that are wrong in one action, each refused by name."""
+"""Sabotage: each schedule with one wrong action is refused, with a message that names it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ SCHEDULES: list[Collective] = [
 
 @dataclass(frozen=True)
 class Sabotaged:
-    """A schedule in which the program of one rank was changed."""
+    """A schedule in which the program of one rank is changed."""
 
     schedule: Collective
     change: Callable[[list[Action]], list[Action]]
@@ -90,7 +90,7 @@ def test_dropped_addition_is_refused(schedule: Collective) -> None:
         place = first(program, lambda action: isinstance(action, Recv) and action.add)
         return [*program[:place], replace(program[place], add=False), *program[place + 1 :]]
 
-    victim = 0 if isinstance(schedule, Star) else 2  # in a star nobody else adds
+    victim = 0 if isinstance(schedule, Star) else 2  # in a star, no other rank adds
     message = refused(schedule, drop, victim)
     assert f"rank {victim}" in message or "without the contribution" in message
     assert "without the contribution" in message or "to take slot" in message
@@ -110,7 +110,10 @@ def test_swapped_message_is_refused(schedule: Collective) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 def test_skipped_chunk_is_refused(schedule: Collective) -> None:
-    """Both ends agree to leave a message out, so nothing hangs: only the contributions tell."""
+    """Sender and receiver leave out the same message, so no rank waits for it.
+
+    Only the missing contribution shows the fault.
+    """
     skipped: set[tuple[int, int]] = set()
 
     @dataclass(frozen=True)
@@ -153,7 +156,7 @@ def test_mean_inside_an_exchange_is_refused(schedule: Collective) -> None:
 
 
 def test_duplicate_contribution_is_refused() -> None:
-    """The exchange done a second time without the mean between: the sum of sums."""
+    """The exchange runs twice without the mean in between: this gives the sum of sums."""
 
     @dataclass(frozen=True)
     class Twice:
@@ -169,8 +172,9 @@ def test_duplicate_contribution_is_refused() -> None:
 
 
 def test_overwriting_a_slot_being_sent_is_refused() -> None:
-    """Two ranks give each other their vector and write the other's over their own: each must
-    first know its own sent.
+    """Two ranks exchange vectors, and write the received vector over their own.
+
+    Each rank must first know that its own vector is sent.
     """
 
     @dataclass(frozen=True)
@@ -187,8 +191,9 @@ def test_overwriting_a_slot_being_sent_is_refused() -> None:
 
 
 def test_computing_on_a_slot_being_sent_is_refused() -> None:
-    """A Compute may write its slot, so it waits for the slot's sends, as a receive does; the
-    wire always did, the walk not.
+    """A Compute may write its slot, so it waits for the slot's sends, as a receive does.
+
+    The transport always did so; the interpreter did not.
     """
 
     @dataclass(frozen=True)
@@ -208,8 +213,9 @@ def test_computing_on_a_slot_being_sent_is_refused() -> None:
 
 
 def test_send_in_a_blocking_order_is_refused() -> None:
-    """Rank 1 takes the first message of rank 0 only when it has what rank 2 makes of the
-    second.
+    """Rank 1 receives the first message of rank 0 only after a message of rank 2.
+
+    Rank 2 makes that message from the second message of rank 0.
     """
 
     @dataclass(frozen=True)
@@ -256,8 +262,9 @@ def test_missing_slot_is_refused() -> None:
 
 
 def test_reduce_and_broadcast_have_their_own_goals() -> None:
-    """A reduce alone is no all-reduce, a broadcast is no reduce, and what nobody owns is
-    named.
+    """A reduce alone is no all-reduce, and a broadcast is no reduce.
+
+    The message names a slot that no rank owns.
     """
     assert (
         prove_schedule(RingReduceScatter(), 4, 12, FIRST_HALF).sent
@@ -287,9 +294,7 @@ def test_reduce_and_broadcast_have_their_own_goals() -> None:
 
 
 def test_user_defined_goal_is_proved() -> None:
-    """An all-gather of what each rank has: what belongs into a slot is one contribution, and
-    nothing beside it.
-    """
+    """The goal is an all-gather: a slot gets one contribution, and no other one."""
 
     def mine(schedule: Collective, size: int) -> list[SlotBits]:
         return [{rank: 1 << rank} for rank in range(size)]

@@ -1,4 +1,4 @@
-"""A number that stands for all ranks: it is what the same operations give rank by rank."""
+"""A RankNumber stands for all ranks: it equals the same operations rank by rank."""
 
 from __future__ import annotations
 
@@ -61,7 +61,10 @@ def test_all_ranks_at_once_equal_rank_by_rank(
     ],
 )
 def test_choice_by_rank_raises(choice: Callable[[Any], Any]) -> None:
-    """A comparison that was False for all ranks would time another program, in silence."""
+    """If a comparison were False for all ranks, another program would be timed.
+
+    There would be no message.
+    """
     with pytest.raises((NotUniform, TypeError)):
         choice(RankNumber(4))
 

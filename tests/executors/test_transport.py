@@ -1,4 +1,4 @@
-"""The wire: schedules over real sockets, with different vectors on every rank."""
+"""The transport: schedules over real sockets, with different vectors on every rank."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ DTYPES = (torch.float32, torch.float64, torch.int64)
 
 
 def vector(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
-    """Whole numbers, no two ranks alike."""
+    """Return a vector of whole numbers, different on every rank."""
     return ((torch.arange(length) * (rank + 3) + 17 * rank) % 1009 - 500).to(dtype)
 
 
@@ -113,7 +113,9 @@ def test_sent_bytes_equal_the_proof(pool: Launcher) -> None:
 
 
 def many_rounds(world: World) -> torch.Tensor:
-    """The butterfly writes the vector it is sending: a wire that does not wait for its sends
+    """Sum the results of 30 exchanges by the butterfly.
+
+    The butterfly writes the vector that it is sending. A transport that does not wait for its sends
     loses numbers.
     """
     total = torch.zeros(50_000, dtype=torch.float64)
@@ -125,7 +127,7 @@ def many_rounds(world: World) -> torch.Tensor:
 
 
 def long_messages(world: World, schedule: Collective) -> torch.Tensor:
-    # parts of 8 LONG bytes in four segments, more than scratch
+    # parts of 8 times LONG_MESSAGE_BYTES in four segments, more than scratch
     mine = vector(world.rank, 8 * LONG_MESSAGE_BYTES, torch.float32)
     run_all_reduce(schedule, mine, world)
     return mine
@@ -136,8 +138,10 @@ def long_messages(world: World, schedule: Collective) -> torch.Tensor:
 def test_long_messages_in_sequence_do_not_hang(
     pool: Launcher, schedule: Collective, size: int
 ) -> None:
-    """Over a link a long send waits for those before it, and a receive is asked for when its
-    sender's turn has come: no order of a schedule may end in a hang for that.
+    """No order of a schedule may end in a hang.
+
+    Over a link, a long send waits for the sends before it. A receive is posted when it is its
+    sender's turn.
     """
     expected = sum(vector(rank, 8 * LONG_MESSAGE_BYTES, torch.float32) for rank in range(size))
     for sums in pool.run(long_messages, schedule, size=size, backend="gloo"):
@@ -160,16 +164,19 @@ def again_and_again(world: World) -> bool:
 
 
 def test_rendezvous_send_is_waited_for_once(pool: Launcher) -> None:
-    """A blocking ring hung now and then: the wire waited for a send with wait=True, kept its
-    Work, and waited once more when the slot was written again; gloo waits for ever on a send
-    that was waited for before.
+    """Earlier, a blocking ring hung now and then, because the transport waited twice for a send.
+
+    It waited for a send with wait=True and kept its Work. It waited once more when the slot was
+    written again. The second time, gloo waits for ever.
     """
     assert all(pool.run(again_and_again, size=2))
 
 
 class Around:
-    """Every rank gives to the right and takes from the left, what and in which order by chance:
-    no all-reduce, and full of receives that must not be posted over what comes before them.
+    """A random schedule: every rank sends to the right and receives from the left.
+
+    Slots and order are random. It is no all-reduce. It has many receives that must not be posted
+    before the actions that precede them.
     """
 
     def __init__(self, seed: int) -> None:
@@ -194,13 +201,13 @@ class Around:
                 yield Recv(left, self.slot(pair + left, which), add)
 
     def slot(self, pair: int, which: int) -> Slot:
-        """One of two neighbouring parts, or both; every rank begins with another two."""
+        """Return one of two neighbouring parts, or both; every rank begins with another pair."""
         first = 2 * (pair % 4)
         return (first, first + 1, range(first, first + 2))[which]
 
 
 class Numbers:
-    """The meaning of a walk over real vectors."""
+    """The operations of the interpreter on real vectors."""
 
     def __init__(self, vectors: list[torch.Tensor]) -> None:
         self.vectors = vectors
@@ -221,7 +228,7 @@ class Numbers:
 
 
 def walked(seed: int, length: int) -> list[torch.Tensor] | None:
-    """What every rank has at the end; None for an order that waits for itself."""
+    """Return the vectors of all ranks at the end, or None if the order ends in a deadlock."""
     numbers = Numbers([vector(rank, length, torch.int64) for rank in range(3)])
     try:
         interpret_schedule(Around(seed).program, 3, numbers)
@@ -239,10 +246,11 @@ def around(world: World, cases: list[tuple[int, int]]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("backend", [pytest.param("gloo", marks=pytest.mark.story), "shm"])
 def test_early_receives_keep_the_program_order(pool: Launcher, backend: str) -> None:
-    """Where a walk in one process ends, the wire ends, with the same numbers; also where two
-    parts are longer than scratch.
+    """If the interpreter finishes in one process, the transport finishes with the same numbers.
+
+    This also holds if two parts are longer than scratch.
     """
-    # parts longer than it
+    # SCRATCH_BYTES elements: parts longer than scratch
     cases = [
         (seed, length) for seed in range(60) for length in (3, 1000, *[SCRATCH_BYTES] * (seed < 12))
     ]
@@ -254,7 +262,7 @@ def test_early_receives_keep_the_program_order(pool: Launcher, backend: str) -> 
 
 
 def order_of_posting(world: World, length: int) -> list[str]:
-    """What an exchange asks torch.distributed for, in order; and of a right sum."""
+    """Return the calls of torch.distributed in an exchange, in order; the sum must be right."""
     posted = []
 
     def noted(name: str) -> Callable[..., Any]:
@@ -277,17 +285,20 @@ def order_of_posting(world: World, length: int) -> list[str]:
 
 @pytest.mark.parametrize("length", [300_000, 300_001])
 def test_receive_is_posted_before_the_preceding_send(pool: Launcher, length: int) -> None:
-    """gloo tells of a receive behind what is being sent. Scratch was as long as what is added,
-    and an all_gather's receive may be an element longer: it was posted after the send, and the
-    directions of a pair took turns, at two thirds of the speed.
+    """A receive is posted before a send, because gloo announces it behind the data being sent.
+
+    Earlier, scratch was as long as the data that is added, and a receive of an all_gather may be an
+    element longer. Such a receive was posted after the send. The two directions of a pair took
+    turns, at two thirds of the speed.
     """
     for posted in pool.run(order_of_posting, length, size=4, backend="gloo"):
         assert posted[-1] == "isend"
 
 
 def forwards(world: World, micros: int) -> list[torch.Tensor]:
-    """Stage r multiplies by r + 2 and adds 1; only the first knows the micro-batches. What it
-    has of each at the end.
+    """Run a pipeline in which stage r multiplies by r + 2 and adds 1; return the rank's buffers.
+
+    Only the first stage knows the micro-batches.
     """
     schedule = Forwards(micros)
     buffers = {
@@ -318,15 +329,17 @@ def computing(world: World) -> None:
 
 
 def test_unknown_compute_action_is_refused(pool: Launcher) -> None:
-    """An exchange only adds: the wire once knew how to take a mean, for a planted bug, and
-    would have done so for anybody's.
+    """An exchange only adds, so the transport refuses to compute a mean.
+
+    Earlier, it could take a mean, for a planted bug of the tests. So it would have done so for any
+    schedule.
     """
     with pytest.raises(RankFailed, match="the wire cannot compute 'mean' on slot 0"):
         pool.run(computing, size=2, timeout=1.0)
 
 
 def timed(world: World) -> tuple[Traffic, float]:
-    """Rank 1 comes half a second late."""
+    """Run an exchange that rank 1 begins half a second late; return its traffic and seconds."""
     mine = vector(world.rank, 100_000, torch.float64)
     world.barrier()
     if world.rank == 1:
@@ -352,8 +365,9 @@ def lonely(world: World) -> None:
 
 
 def test_hang_ends_with_the_drawn_schedule(pool: Launcher) -> None:
-    """Both wait for the other: the timeout ends it, and shows where in the program every rank
-    stood.
+    """Two ranks wait for each other until a timeout.
+
+    The message shows the place of every rank in its program.
     """
     with pytest.raises(RankFailed) as caught:
         pool.run(lonely, size=2, timeout=1.0)
@@ -370,15 +384,16 @@ def test_hang_ends_with_the_drawn_schedule(pool: Launcher) -> None:
 def absent(world: World) -> None:
     for _ in range(1 if world.rank == 2 else 2):
         run_all_reduce(Ring(), torch.ones(8), world)
-    # of rank 2, which is busy with something else; the launcher ends it
+    # rank 2 is busy with something else; the launcher ends it
     threading.Event().wait(20.0)
 
 
 @pytest.mark.parametrize("backend", [pytest.param("gloo", marks=pytest.mark.table), "shm"])
 @pytest.mark.story
 def test_missing_rank_is_shown_as_silent(pool: Launcher, backend: str) -> None:
-    """Rank 3 waits for rank 2, 0 for 3, 1 for 0: whoever is late first, all say where they
-    stand.
+    """Rank 3 waits for rank 2, rank 0 for rank 3, and rank 1 for rank 0.
+
+    Whichever rank times out first, the message shows the place of all waiting ranks.
     """
     with pytest.raises(RankFailed) as caught:
         pool.run(absent, size=4, timeout=1.0, backend=backend)
@@ -393,8 +408,9 @@ def test_missing_rank_is_shown_as_silent(pool: Launcher, backend: str) -> None:
 
 
 def one_behind(world: World) -> None:
-    """Rank 0 gives to rank 1 and goes on to the next exchange; rank 1 waits for a second
-    message of the first.
+    """Let rank 0 send to rank 1 and go on to the next exchange.
+
+    Rank 1 waits for a second message of the first exchange.
     """
     if world.rank == 0:
         ProgramRun([Send(1, 0)], {0: torch.zeros(4)}, world).play_program()
@@ -434,8 +450,9 @@ DIES = """
 
 @pytest.mark.table
 def test_dead_rank_is_shown_as_silent_under_plain_ddp(tmp_path: Path) -> None:
-    """A process group of the user's, over a file. Nobody waits for the dead rank until the
-    limit, of 300 s.
+    """The process group is the user's, over a file.
+
+    No rank waits for the dead rank for 300 s, the limit.
     """
     script = tmp_path / "dies.py"
     script.write_text(textwrap.dedent(DIES))
@@ -455,7 +472,7 @@ def test_dead_rank_is_shown_as_silent_under_plain_ddp(tmp_path: Path) -> None:
             process.kill()
             process.wait()
     for rank in (0, 2):
-        # torch's own words
+        # torch begins each line with the rank
         lines = [line.removeprefix(f"[rank{rank}]: ") for line in said[rank].splitlines()]
         assert any(f"rank {rank} waits for " in line for line in lines), said[rank]
         assert "   1 | says nothing" in lines

@@ -1,8 +1,8 @@
-"""The equality table: strategy x model x workers, each the same training as serial.
+"""The equality table: under each strategy, with 1 to 4 workers, each model trains as in serial.
 
-A row is a strategy as a function of its number of workers; a column a job. `NOT_EXACT` are the
-pairs that do not apply, with the reason. `make test` runs a covering sample, `make table`
-everything.
+A row is a function from the number of workers to a strategy, and a column is a job. `NOT_EXACT`
+has the pairs that do not apply, with the reason. `make test` runs a covering sample, `make table`
+runs everything.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ from paragrad.trainer.trainer import Trainer
 
 
 def resolved(text: str) -> Strategy:
-    """A strategy as ranks of this host run it; in shared memory only where that was asked
-    for.
+    """Return a strategy as ranks of this host run it.
+
+    It uses shared memory only if its text says so.
     """
     here = Environment(2, backend="shm")
     return resolve_strategy(
@@ -44,7 +45,7 @@ def resolved(text: str) -> Strategy:
 
 
 def found(pool: Launcher, row: str, job: Job, steps: int = COMPARED_STEPS) -> Difference:
-    """What every rank of a strategy says of its difference from serial."""
+    """Return a strategy's difference from serial, on which all ranks must agree."""
     chosen = resolved(row)
     asks = functools.partial(compare_with_serial, steps=steps)
     asks = functools.partial(however_small, asks) if "compress=" in row else asks
@@ -56,7 +57,7 @@ def found(pool: Launcher, row: str, job: Job, steps: int = COMPARED_STEPS) -> Di
 def seen(
     world: World, made: Job, chosen: Strategy, steps: int, look: Callable[[Trainer], Any]
 ) -> list[Any]:
-    """What is seen of a trainer after each of so many steps."""
+    """Return what `look` gives for a trainer after each of `steps` steps."""
     trainer = Trainer.build_for_job(world, made, chosen)
     found = []
     try:
@@ -72,8 +73,9 @@ def seen(
 
 
 def however_small(function: Callable[..., Any], world: World, *args: Any, **more: Any) -> Any:
-    """On a rank: a function during which tensors are compressed however small they are, as
-    those of these jobs.
+    """Call a function on a rank while tensors of all sizes are compressed.
+
+    The tensors of these jobs are small, and small tensors are not compressed otherwise.
     """
     before = compressors.MIN_COMPRESSED_ELEMENTS
     compressors.MIN_COMPRESSED_ELEMENTS = 1
@@ -156,7 +158,7 @@ def normed_cnn() -> nn.Module:
 
 
 class Clamped(nn.Module):
-    """Gradients are clipped by hooks, element by element."""
+    """A model whose hooks clip gradients, element by element."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,9 +172,7 @@ class Clamped(nn.Module):
 
 
 class Activated(nn.BatchNorm2d):
-    """A subclass with a forward of its own, as timm's BatchNormAct2d: normalises, drops out,
-    activates.
-    """
+    """A batch norm whose own forward includes dropout and activation, as timm's BatchNormAct2d."""
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.num_batches_tracked is not None
@@ -198,7 +198,7 @@ def activated_cnn() -> nn.Module:
 
 
 def synchronised_cnn() -> nn.Module:
-    """torch's own batch norm over ranks, which refuses the CPU."""
+    """Return a model with torch's own batch norm over ranks, which refuses the CPU."""
     return nn.SyncBatchNorm.convert_sync_batchnorm(normed_cnn())
 
 
@@ -218,9 +218,7 @@ class TiedLstm(nn.Module):
 
 
 class Lines(Dataset):
-    """Lines of text of unequal length, the first token drawn at random for every sample: a
-    transform.
-    """
+    """Lines of text of unequal length; a transform draws the first token of each at random."""
 
     def __len__(self) -> int:
         return 29
@@ -232,14 +230,14 @@ class Lines(Dataset):
 
 
 def padded(lines: list[Tensor]) -> dict[str, Tensor]:
-    """A batch as a dict, the labels -100 where there is only padding."""
+    """Collate lines into a dict, with label -100 at padding."""
     tokens = nn.utils.rnn.pad_sequence(lines, batch_first=True)
     labels = nn.utils.rnn.pad_sequence(lines, batch_first=True, padding_value=-100)
     return {"tokens": tokens[:, :-1], "labels": labels[:, 1:]}
 
 
 class Predicting(nn.Module):
-    """Called with the entries of a batch by name, as models of the Hugging Face kind are."""
+    """A model that takes the entries of a batch by name, as Hugging Face models do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,7 +252,7 @@ def labelled_loss(output: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[
 
 
 class TwoInputs(nn.Module):
-    """Two inputs, the second a dict."""
+    """A model with two inputs, of which the second is a dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -266,7 +264,7 @@ class TwoInputs(nn.Module):
 
 
 class Nested(Dataset):
-    """((vector, {scale, shift}), class)."""
+    """Samples of the form ((vector, {scale, shift}), class)."""
 
     def __len__(self) -> int:
         return 29
@@ -277,8 +275,9 @@ class Nested(Dataset):
 
 
 class PartlyUsed(nn.Module):
-    """A frozen layer, a layer that is never used, and one that only samples with a large first
-    input use.
+    """A model with a frozen layer, an unused layer, and a layer that few samples use.
+
+    Only samples with a large first input use the last one.
     """
 
     def __init__(self) -> None:
@@ -293,21 +292,22 @@ class PartlyUsed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.frozen(x)) * self.scale
         large = x[:, :1] > 1.5
-        # three of 29 samples: on most ranks, in most steps, none
+        # three of 29 samples are large; most shares have none of them
         if large.any():
             hidden = hidden + large * self.sometimes(x)
         return self.out(hidden)
 
 
 def last_alone(parameters: object) -> torch.optim.Optimizer:
-    """The optimizer holds the last layer only; the gradients of the others count for clipping,
-    and must not pile up.
+    """Return an optimizer that holds the last layer only.
+
+    The gradients of the other layers count for clipping, and must not add up over steps.
     """
     return torch.optim.SGD(list(parameters)[2:], lr=0.1)  # type: ignore[call-overload]
 
 
 class InPlace(nn.Module):
-    """Changes its input in place, as x.sub_(mean) does."""
+    """A model that changes its input in place, as x.sub_(mean) does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -318,7 +318,7 @@ class InPlace(nn.Module):
 
 
 class Recomputed(nn.Module):
-    """Dropout inside gradient checkpointing, which runs the forward again in backward."""
+    """A model with dropout inside gradient checkpointing, which repeats the forward in backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -349,12 +349,12 @@ def stepped(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSche
 
 
 def token_loss(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """A loss as (sum, weight): tokens, padding not counted."""
+    """Return a loss as (sum, weight); the weight counts tokens without padding."""
     return functional.cross_entropy(output, target, reduction="sum"), (target != -100).sum()
 
 
 class Untraced(torch.autograd.Function):
-    """A mean that no graph tells: of what is not ignored."""
+    """A mean over the targets that are not ignored; the autograd graph does not show it."""
 
     @staticmethod
     def forward(ctx: object, output: Tensor, target: Tensor) -> Tensor:
@@ -459,7 +459,7 @@ WORKERS = (1, 2, 3, 4)
 # steps of a covering sample, three epochs of most jobs; the whole tables take 20
 BRIEF = 9
 
-# strategies that are another training, and say so (test_local_sgd)
+# strategies that do not promise the training of serial (test_local_sgd)
 LOOSER = (
     "local(2, every=3)",
     "local(3, every=end)",
@@ -471,7 +471,7 @@ LOOSER = (
     "server(3, sync=asp)",
     "server(2, servers=2, sync=ssp(1), rate=by_staleness)",
 )
-# of them, those that compress gradients (test_compressed_training)
+# strategies of this kind that compress gradients (test_compressed_training)
 COMPRESSED = tuple(
     f"data(2, compress={text})"
     for text in (
@@ -485,7 +485,7 @@ COMPRESSED = tuple(
         "dgc(0.05)",
     )
 )
-# of them, those that make no steps beside serial's (test_federated)
+# strategies of this kind whose steps do not correspond to serial's (test_federated)
 IN_ROUNDS = (
     "federated(2, clients=4, fraction=0.5)",
     "federated(3, clients=3, fraction=1.0, split=dirichlet, reduce=ring)",
@@ -507,12 +507,12 @@ CELLS = [
 
 
 def some(place: int) -> tuple[int, int]:
-    """Two numbers of workers, the one even."""
+    """Return two numbers of workers, one of them even."""
     return (WORKERS[2 * (place // 2 % 2)], WORKERS[1 + 2 * (place % 2)])
 
 
 def covering() -> list[tuple[str, str, int]]:
-    """A fixed sample in which every row meets two numbers of workers, and every column rows."""
+    """Return a fixed sample that has each row with two numbers of workers, and each column."""
     cells = []
     columns = list(JOBS)
     for place, row in enumerate(ROWS):
@@ -527,7 +527,7 @@ def covering() -> list[tuple[str, str, int]]:
     return cells
 
 
-# ---- models in parts -------------------------------------------------------------------------
+# ---- divided models --------------------------------------------------------------------------
 IN_PARTS = (
     "place(2)",
     "place(3)",
@@ -573,13 +573,13 @@ MODULES = {
 
 
 def parts_of(row: str) -> int:
-    """Into how many parts a model is cut."""
+    """Return into how many parts a strategy divides a model."""
     return int(row.split("place(")[-1].split("pipeline(")[-1][0]) * (
         2 if "interleaved" in row else 1
     )
 
 
-# "frozen and unused" calls a third one for some batches
+# "frozen and unused" calls a third module for some batches
 TOO_FEW = [(row, column) for row in IN_PARTS for column in JOBS if MODULES[column] < parts_of(row)]
 # a micro-batch of the short last batch would be one sample, which batch norm refuses (as in
 # serial)
@@ -603,8 +603,9 @@ def parts_cells() -> list[tuple[str, str]]:
 
 @functools.cache
 def covering_parts() -> set[tuple[str, str]]:
-    """Every row under some job, and the jobs that are not among these under a pipeline of two,
-    if they have enough modules.
+    """Return each row with some job, and each other job with a pipeline of two.
+
+    Jobs with too few modules for the pipeline are left out.
     """
     met = {column for _, column in covering_rows()}
     return covering_rows() | {
@@ -614,12 +615,12 @@ def covering_parts() -> set[tuple[str, str]]:
 
 @functools.cache
 def covering_rows() -> set[tuple[str, str]]:
-    """Every row under some job."""
+    """Return each row with some job."""
     columns = {row: [column for other, column in parts_cells() if other == row] for row in IN_PARTS}
     return {(row, columns[row][place % len(columns[row])]) for place, row in enumerate(IN_PARTS)}
 
 
-# ---- layers in width -------------------------------------------------------------------------
+# ---- divided layers --------------------------------------------------------------------------
 IN_WIDTH = (
     "tensor(2)",
     "tensor(3)",
@@ -633,7 +634,7 @@ IN_WIDTH = (
     "pipeline(2, micro=2, recompute=true) * tensor(2)",
     "data(2) * tensor(2) * pipeline(2, micro=2)",
 )
-# a cut in front of a batch norm: what it is given is whole, and its statistics are divided
+# a cut before a batch norm: its input is whole, and its statistics are divided
 BEFORE_A_NORM = ("place(2, cut=[1, 8]) * tensor(2)", "cnn with batch norm")
 WIDE = [
     (row, column)
@@ -643,10 +644,11 @@ WIDE = [
 ] + [BEFORE_A_NORM]
 
 
-# ---- images in pieces ------------------------------------------------------------------------
+# ---- divided images --------------------------------------------------------------------------
 class Residual(nn.Module):
-    """Blocks with skips, as residual networks have them: a stride, a pool that hangs over,
-    groups, padding by reflection.
+    """A residual network with strides, groups and padding by reflection.
+
+    Windows of its pool reach beyond the edge of the image.
     """
 
     def __init__(self) -> None:
@@ -668,7 +670,7 @@ class Residual(nn.Module):
 
 
 class Pixels(nn.Module):
-    """A class for every pixel: down, up in two ways, and what went around."""
+    """A network that classifies each pixel: it goes down, up in two ways, and has a skip."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -708,8 +710,8 @@ IN_PIECES = (
     "data(2, reduce=ring) * spatial(2)",
 )
 INTEGRATED = ("data(2, dense=tensor)", "data(3, dense=tensor)")
-# a last batch of 3, of which one rank has one: its batch norm was taken for one inside of
-# samples
+# in the last batch, of 3 samples, one rank has one sample; earlier, its batch norm was taken
+# for a norm within samples
 ONE_LEFT = job("batch norm, one left", normed_cnn, Subset(IMAGES, range(27)))
 OF_IMAGES[ONE_LEFT.name] = ONE_LEFT
 OF_PIECES = [
@@ -723,7 +725,7 @@ OF_PIECES = [
     *(
         (row, column)
         for row in ("spatial(2, dense=tensor)", "data(2) * spatial(2, dense=tensor)")
-        # which has no fully connected layer
+        # "pixels" has no fully connected layer
         for column in OF_IMAGES
         if column != "pixels"
     ),
@@ -743,8 +745,10 @@ def arm(kernel: int, dropout: float = 0.1) -> nn.Module:
 
 
 class Forking(nn.Module):
-    """Three branches that are put together, one of them a pool's, and two that are summed in
-    three steps; dropout in some, so that who lacks a branch must count what it draws.
+    """A model with three concatenated branches, one with a pool, and then two summed branches.
+
+    The sum has three terms. Some branches have dropout, so a rank must count the draws of
+    branches that it does not hold.
     """
 
     def __init__(self) -> None:
@@ -769,9 +773,7 @@ class Forking(nn.Module):
 
 
 class Towers(nn.Module):
-    """Two networks on two inputs of their own, whose outputs are multiplied; one gives a
-    dict.
-    """
+    """A model of two networks whose outputs are multiplied; one of them returns a dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -791,7 +793,7 @@ class Towers(nn.Module):
 
 
 class Experts(nn.Module):
-    """Three networks that nothing joins but the tuple that comes out."""
+    """A model of three networks that meet only in the output, which is a tuple."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -811,7 +813,7 @@ def of_all(output: tuple[Tensor, ...], target: Tensor) -> Tensor:
 
 
 class Halved(torch.autograd.Function):
-    """An autograd function of a weight."""
+    """An autograd function that halves a weight."""
 
     @staticmethod
     def forward(ctx: object, weight: Tensor) -> Tensor:
@@ -823,9 +825,11 @@ class Halved(torch.autograd.Function):
 
 
 class OddTowers(nn.Module):
-    """What else models do: a weight that an autograd function uses (it stayed that of the first
-    step), attention with dropout (its draws were not counted), towers that are looked at
-    without a graph, a penalty of all weights, a type read off one.
+    """A model of two branches (towers) with unusual code.
+
+    An autograd function uses a weight; earlier, it kept the weight of the first step. Attention
+    has dropout; earlier, its draws were not counted. The forward compares the towers under
+    no_grad, reads the dtype of a weight, and returns a penalty of all weights.
     """
 
     def __init__(self) -> None:
@@ -870,7 +874,7 @@ def by_hand(output: Tensor, target: Tensor) -> Tensor:
 
 
 class LossInside(nn.Module):
-    """Its loss is a sum of two means, made by hand, each of one branch."""
+    """A model that computes its own loss: a sum of two means, each from one branch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -902,6 +906,6 @@ OF_BRANCHES = [
     (row, column)
     for row in BRANCHED
     for column in WITH_BRANCHES
-    # the others have two
+    # the others have two branches
     if row != "branch(3)" or column in ("forks, clipped", "experts")
 ]

@@ -8,11 +8,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-ELSEWHERE = {"mpirun", "srun"}  # in tests of joining a world
+ELSEWHERE = {"mpirun", "srun"}  # tests of joining a world run these
 
 
 def typed(path: Path) -> list[str]:
-    """The commands of a file's first lines."""
+    """Return the commands that the docstring of a file names."""
     told = ast.get_docstring(ast.parse(path.read_text()), clean=False) or ""
     return [line.strip() for line in re.findall(r"^    (\w+ .*)$", told, re.MULTILINE)]
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 
 class Breaks(nn.Module):
-    """Divides by zero in its middle layer from the fourth call in training on."""
+    """A model whose middle layer gets infinite input from the fourth call in training on."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,6 @@
-"""A right job is never ended by the proof of its first step, nor is that left out: what our own
-jobs and the zoo's share.
+"""Assert that the first-step check runs and never ends a correct job.
+
+The tests of paragrad's own jobs and those of the zoo use this.
 """
 
 from __future__ import annotations
@@ -22,11 +23,10 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 def assert_proved(
     job: Job, strategy: str, seed: int, dtype: torch.dtype, runs: Path, limit: int | None = None
 ) -> None:
-    """Train an epoch, or `limit` steps of it, with this seed: the first step, and whatever else
-    is compared, is one worker's.
+    """Train an epoch, or `limit` steps of it, and assert that the first step is one worker's.
 
-    A run that is ended raises; one that goes on unproved ("not checked", whatever for) fails
-    here.
+    A check that fails ends the run with an exception. A run that continues without the check
+    ("not checked", for any reason) fails here.
     """
     has_lstm = any(isinstance(each, nn.LSTM) for each in job.build_model().modules())
     if has_lstm and dtype == torch.bfloat16 and not LSTM_IN_BFLOAT16:

@@ -1,6 +1,4 @@
-"""A pipeline in small: the words of a schedule over slots of any names, for the tests of every
-player.
-"""
+"""A small pipeline schedule with slots of any names, for the tests of every executor."""
 
 from __future__ import annotations
 
@@ -13,9 +11,7 @@ from paragrad.schedules.actions import Compute, Program, Recv, ScheduleError, Se
 
 @dataclass(frozen=True)
 class Forwards:
-    """Every micro-batch goes through all ranks in turn, a stage each; of its passes the
-    forwards alone.
-    """
+    """A schedule of forwards only: every micro-batch goes through all ranks, one stage each."""
 
     micros: int
 

@@ -1,4 +1,4 @@
-"""What of a cluster is still there: its namespaces, and who is in them."""
+"""Find the namespaces of a cluster and the processes in them, to see what is left of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hosts import Cluster
 
 
 def spaces(holders: Iterable[int]) -> set[str]:
-    """The network and process namespaces of hosts, by the processes that hold them."""
+    """Return the network and process namespaces of hosts, from the processes that hold them."""
     return {
         os.readlink(f"/proc/{holder}/ns/{kind}")
         for holder in holders
@@ -23,12 +23,12 @@ def spaces_of(cluster: Cluster) -> set[str]:
 
 
 def living_in(these: set[str]) -> list[int]:
-    """The processes that are in one of these namespaces."""
+    """Return the processes that are in one of these namespaces."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if these & {os.readlink(process / "ns" / kind) for kind in ("net", "pid")}:
                 found.append(int(process.name))
-        except OSError:  # it has ended since
+        except OSError:  # the process has ended since
             pass
     return found

@@ -1,8 +1,8 @@
-"""Wrongs planted in ranks: what the library, a model or a job could get wrong, by their names.
+"""Faults that tests plant in ranks, by name: errors of the library, of a model or of a job.
 
-A job's model() is built in every rank, and plants the wrong there: it changes the library in
-that process, for as long as the rank lives. One worker's step beside (`run_reference_step`) stays
-right, and so does whatever only looks at a model.
+Every rank builds the job's model, and this plants the fault. The fault changes the library in that
+process, as long as the rank lives. The reference step (`run_reference_step`) stays correct, and so
+does code that only inspects a model.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ IMAGES = TensorDataset(
 
 
 class Working:
-    """In a strategy's own step, and not where something only looks?"""
+    """Counts, in `looking`, calls that only inspect the model and are no step of the strategy."""
 
     looking = 0
 
@@ -56,9 +56,9 @@ def rank() -> int:
 
 
 class Net(nn.Module):
-    """Convolution, batch norm, dropout, two targets an image of which some do not count."""
+    """A model with convolution, batch norm and dropout; images have two targets, some ignored."""
 
-    forgetful = False  # one activation is lost
+    forgetful = False  # if true, one activation is missing
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Net(nn.Module):
         self.norm = nn.BatchNorm2d(4)
         self.out = nn.Linear(36, 8)
         self.register_buffer("seen", torch.zeros(()))
-        self.counts = False  # a buffer counts its share
+        self.counts = False  # if true, a buffer counts the samples of a share
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.norm(self.conv(x))
@@ -78,8 +78,9 @@ class Net(nn.Module):
 
 
 def later(of: Any, name: str, change: Callable[[Any], Any]) -> None:
-    """Replace a function of a class or module, for the life of this process, by one that
-    changes what it gives.
+    """Replace a function of a class or module by one that changes its result.
+
+    The replacement stays as long as this process lives.
     """
     original = getattr(of, name)
 
@@ -116,10 +117,10 @@ def buffer_by_share(net: Net) -> None:
 
 
 def stale_gradient(net: Net) -> None:
-    """The last layer's bias keeps what it had before: nothing."""
+    """Set the gradient of the last layer's bias to zero, as if the bias kept its old gradient."""
 
     def forget(exchange: Any) -> None:
-        # whose `averaged` meets the other ranks
+        # `gather_gradients` of this exchange returns copies
         if isinstance(exchange, shared_memory.SharedMemoryExchange):
             exchange.mean_gradients[exchange.trained_names.index("out.bias")].zero_()
         else:
@@ -191,18 +192,18 @@ def running_statistics_of_a_share(net: Net) -> None:
 
 
 def flat_pieces(net: Net) -> None:
-    """An optimizer that wants whole tensors sees pieces: what was tried of it says that any
-    piece would do.
+    """Give pieces to an optimizer that needs whole tensors: its probe says that any piece will do.
 
-    Of one rank alone it is nothing: all take the most careful answer, as ranks that cut
-    differently would wait for one another, or leave elements to nobody.
+    In one rank alone, this fault has no effect, because all ranks use the most careful answer.
+    Ranks with different cuts would wait for each other, or leave elements to no rank.
     """
     mock.patch.object(update_probe, "find_update_granularity", return_value=PER_ELEMENT).start()
 
 
 class Centralised(torch.optim.SGD):
-    """Takes from each gradient its mean over the inputs, which a flat piece has not, and
-    divides by the tensor's norm.
+    """SGD that subtracts from each gradient its mean over the inputs, and divides by its norm.
+
+    A flat piece of a tensor has neither.
     """
 
     @torch.no_grad()
@@ -225,23 +226,26 @@ def centralised(parameters: Any) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class BeforeTheUpdate:
-    """It shows in the first step, which ends a training: one of these kinds is named."""
+    """A fault that the first step shows, which ends the training.
+
+    The message names one of these kinds.
+    """
 
     kinds: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class ByTheUpdate:
-    """All is right before the first update; the check of the update names it: a parameter.
+    """A fault that only the first update shows; the check of the update names a parameter.
 
-    optimizer, strategy: with which it shows.
+    It shows with this optimizer and this strategy.
     """
 
     optimizer: Callable[[Any], torch.optim.Optimizer]
     strategy: str
 
 
-# what is planted -> where it shows
+# fault -> where it shows
 WRONGS: dict[Callable[[Net], None], BeforeTheUpdate | ByTheUpdate] = {
     weight_off_by_one: BeforeTheUpdate(("weight", "loss", "gradient")),
     mean_of_means: BeforeTheUpdate(("loss", "weight", "gradient")),
@@ -258,11 +262,11 @@ WRONGS: dict[Callable[[Net], None], BeforeTheUpdate | ByTheUpdate] = {
 
 
 def planted(wrong: Callable[[Net], None], alone: int | None = None) -> Job:
-    """A job with a wrong in every rank, or in one alone."""
+    """Return a job with a fault in every rank, or in the rank `alone` only."""
 
     def build() -> Net:
         net = Net()
-        # not where the door builds it, or another rank
+        # not during validation, and not in other ranks than `alone`
         if dist.is_initialized() and alone in (None, rank()):
             for of, name in (
                 (reference_step, "run_reference_step"),

@@ -32,7 +32,7 @@ JOB = 77
 
 
 class Told:
-    """In the place of a socket: what a server answers."""
+    """A replacement of a socket that records the answers of a server."""
 
     def __init__(self) -> None:
         self.answers: list[tuple[bytes, Header, str]] = []
@@ -45,7 +45,7 @@ class Told:
 
 
 def server(text: str, listening: Any = None) -> RequestHandler:
-    """Of a server that has all of 60 parameters in two tensors, under SGD with a rate of 1."""
+    """Return the handler of a server that holds all 60 parameters, under SGD with a rate of 1."""
     chosen: Any = pg.strategy(text)
     model = nn.Sequential(
         nn.Linear(10, 5, dtype=torch.float64), nn.Linear(5, 1, dtype=torch.float64, bias=False)
@@ -103,7 +103,7 @@ def push(
 
 
 def said(served: RequestHandler, message: list[Any]) -> str:
-    """Why a message was refused, or nothing."""
+    """Send a message to a server; return why it was refused, or an empty text."""
     told: Any = served.listener
     before = len(told.answers)
     served.handle_message(message)
@@ -111,7 +111,7 @@ def said(served: RequestHandler, message: list[Any]) -> str:
 
 
 class Desk:
-    """An office and its workers, without sockets."""
+    """A work queue and its workers, without sockets."""
 
     def __init__(
         self, bound: int | None = None, wanted: int | None = None, limit: float = 100.0
@@ -127,7 +127,7 @@ class Desk:
         self.given[int(whose)] = Ticket(**json.loads(text))
 
     def asks(self, number: int, **said: Any) -> Ticket | None:
-        """A worker has done what it had, and asks for more."""
+        """Report a worker's ticket as done, and return its next ticket, or None."""
         done = self.given.pop(number, None)
         text = json.dumps([number, done and done.__dict__, said]).encode()
         message = frames(
@@ -148,7 +148,7 @@ def vectors(**changes: Any) -> pg.Job:
 
 
 def applied(run: pg.Run) -> list[int]:
-    """Samples that each server applied or lost."""
+    """Return the number of samples that each server applied or lost."""
     record = Record(run.folder)
     return [
         line["samples"] + line["lost"]["samples"]

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 
 class ByState(nn.Sequential):
-    """Reads its parameters by a way that nobody looks at."""
+    """A model that reads a parameter through `state_dict`, which no check of paragrad watches."""
 
     def forward(self, x: Tensor) -> Tensor:
         return (

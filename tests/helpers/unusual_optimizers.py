@@ -9,9 +9,7 @@ import torch
 
 
 class NormedSgd(torch.optim.SGD):
-    """A subclass of an elementwise optimizer that looks at whole tensors: it must not be
-    cut.
-    """
+    """A subclass of an elementwise optimizer that uses whole tensors: it must not be divided."""
 
     @torch.no_grad()
     def step(self, closure: object = None) -> None:  # type: ignore[override]
@@ -23,9 +21,7 @@ class NormedSgd(torch.optim.SGD):
 
 
 class Averaging(torch.optim.Optimizer):
-    """SGD whose eval mode puts the mean of all parameters so far in their place: schedule-free
-    in ten lines.
-    """
+    """SGD whose eval mode replaces parameters by their mean so far: schedule-free in ten lines."""
 
     def __init__(self, parameters: object, lr: float) -> None:
         super().__init__(parameters, {"lr": lr, "count": 0, "training": True})
@@ -60,7 +56,7 @@ class Averaging(torch.optim.Optimizer):
 
 
 class Langevin(torch.optim.SGD):
-    """SGD with noise, of whatever generator: samples of a posterior."""
+    """SGD with noise from the generators of torch, Python and NumPy, to sample a posterior."""
 
     @torch.no_grad()
     def step(self, closure: object = None) -> None:  # type: ignore[override]
@@ -104,7 +100,7 @@ class DistanceSgd(torch.optim.Optimizer):
 
 
 class Unrated(torch.optim.Optimizer):
-    """Squashed gradients with a width of its own: its groups have no lr."""
+    """An optimizer with a `width` in its groups, and no lr; it applies tanh to gradients."""
 
     def __init__(self, parameters: object) -> None:
         super().__init__(parameters, {"width": 1e-3})  # type: ignore[arg-type]

@@ -1,5 +1,6 @@
-"""Models of odd ways, to be cut in parts (`test_pipeline_training.py`): they take their inputs
-as the equality table's VECTORS are.
+"""Unusual models that `test_pipeline_training.py` divides into stages.
+
+Their inputs are those of VECTORS in the equality table.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Skipping(nn.Module):
-    """A parameter of its own, skips over several layers, a buffer written in place, a value of
-    an early layer in the loss.
+    """A model with a parameter of its own and with skips over several layers.
+
+    It writes into a new tensor in place, and adds a value of an early layer to its output.
     """
 
     def __init__(self) -> None:
@@ -36,7 +38,7 @@ class Skipping(nn.Module):
 
 
 class Shared(nn.Module):
-    """One layer that is called three times."""
+    """A model that calls one layer three times."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +52,7 @@ class Shared(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Checkpoints by itself, across what may be a cut, in both ways that torch has."""
+    """A model that checkpoints activations across a possible cut, in one of torch's two ways."""
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -67,8 +69,9 @@ class Checkpointed(nn.Module):
 
 
 class DrawsAgain(nn.Module):
-    """Blocks recompute what they drop, and backward begins with the last: each was taken for
-    the first one's draw.
+    """A model whose blocks recompute dropout in backward, which begins with the last block.
+
+    Earlier, each recomputed draw was taken for the draw of the first block.
     """
 
     class Block(nn.Module):
@@ -96,8 +99,9 @@ class DrawsAgain(nn.Module):
 
 
 class Unpadded(nn.Module):
-    """Values of the inputs decide the shape of what crosses, and by torch.equal the way: a plan
-    was kept for other values.
+    """A model in which input values decide shapes at the cut and, by torch.equal, the path.
+
+    Earlier, a plan was kept and used for other values.
     """
 
     def __init__(self) -> None:
@@ -115,8 +119,10 @@ class Unpadded(nn.Module):
 
 
 class Pyramid(nn.Module):
-    """One head on large and on small inputs: with the small ones it was taken as a whole, and
-    watched so with all.
+    """A model that calls one head on large and on small inputs.
+
+    Earlier, the head became one unit because of the small inputs, and then it was traced as one
+    unit with all inputs.
     """
 
     def __init__(self) -> None:
@@ -132,8 +138,9 @@ class Pyramid(nn.Module):
 
 
 class InputWithGradient(nn.Module):
-    """A module wants the gradient of what it is given (wav2vec 2.0's encoder): as it was timed
-    alone its input was no leaf.
+    """A model with a module that requires the gradient of its input, as wav2vec 2.0's encoder.
+
+    Earlier, when the module was timed alone, its input was not a leaf tensor.
     """
 
     class Encoder(nn.Linear):
@@ -154,7 +161,7 @@ class InputWithGradient(nn.Module):
 
 
 class Nested(nn.Module):
-    """Units that take and give dicts, tuples and None."""
+    """A model whose units take and return dicts, tuples and None."""
 
     class Inner(nn.Module):
         def __init__(self) -> None:
@@ -183,7 +190,7 @@ class Nested(nn.Module):
 
 
 class Sometimes(nn.Module):
-    """Another way through the model for other batches."""
+    """A model that calls one more layer for some batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -199,8 +206,9 @@ class Sometimes(nn.Module):
 
 
 class SeenSamples(nn.Module):
-    """Counts its samples in a buffer, of which it puts another one in the place; both parts
-    read it.
+    """A model with two counting buffers: it changes one in place, and replaces the other.
+
+    Both parts of the divided model read them.
     """
 
     def __init__(self) -> None:
@@ -219,8 +227,9 @@ class SeenSamples(nn.Module):
 
 
 class InPlace(nn.Module):
-    """Changes its inputs in place: before its first module, between two, and by what comes from
-    the first.
+    """A model that changes its input in place, three times.
+
+    It does so before its first module, between two modules, and with the output of a module.
     """
 
     def __init__(self) -> None:
@@ -248,7 +257,7 @@ torch.export.register_dataclass(State)
 
 
 class Registered(nn.Module):
-    """Tensors go from one module to another in a dataclass of its own."""
+    """A model whose modules pass tensors in a dataclass of the model."""
 
     class Begins(nn.Linear):
         def forward(self, x: Tensor) -> State:  # type: ignore[override]
@@ -268,7 +277,7 @@ class Registered(nn.Module):
 
 
 class Reverse(torch.autograd.Function):
-    """Ganin, Lempitsky 2015: the gradient goes back turned round."""
+    """Reverses the gradient in backward (Ganin, Lempitsky 2015)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
@@ -281,7 +290,7 @@ class Reverse(torch.autograd.Function):
 
 
 class Adversarial(nn.Module):
-    """An autograd function of its own on what an earlier part made."""
+    """A model that applies an autograd function of its own to a tensor of an earlier part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -296,8 +305,9 @@ class Adversarial(nn.Module):
 
 
 class Noting(nn.Module):
-    """Takes what forward hooks note of its modules, as transformers takes the logits of its
-    routers.
+    """A model that uses outputs which forward hooks of its modules record.
+
+    transformers does the same with the logits of routers.
     """
 
     def __init__(self) -> None:
@@ -320,7 +330,7 @@ class Noting(nn.Module):
 
 
 class OnDevice(nn.Module):
-    """Makes its tensors, and calls its modules, in a mode of torch's."""
+    """A model that makes tensors and calls modules inside a torch mode, `torch.device`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -336,7 +346,7 @@ class OnDevice(nn.Module):
 
 
 class Routed(nn.Module):
-    """Experts of which each takes the samples that come to it: how many, values decide."""
+    """A model with mixtures of experts, in which values decide how many samples an expert gets."""
 
     class Mixture(nn.Module):
         def __init__(self) -> None:
@@ -372,8 +382,9 @@ class Routed(nn.Module):
 
 
 class Gathering(nn.Module):
-    """Registers hooks in its first forward, and multiplies by what layers gave, each inside of
-    a small block.
+    """A model that registers hooks in its first forward, and multiplies by recorded outputs.
+
+    Each hooked layer is inside a small block.
     """
 
     def __init__(self) -> None:
@@ -395,8 +406,9 @@ class Gathering(nn.Module):
 
 
 class SkipIsRead(nn.Module):
-    """Of two tensors that cross a cut one is saved for a backward before the other is changed
-    in place: resnet18's skips.
+    """A model in which two tensors cross a cut, as with the skips of resnet18.
+
+    One is saved for a backward before the other is changed in place.
     """
 
     def __init__(self) -> None:
@@ -413,8 +425,9 @@ class SkipIsRead(nn.Module):
 
 
 class Spectral(nn.Module):
-    """Complex numbers cross the cut, whose gradients are zero in the first step, which proves
-    nothing of them.
+    """A model in which complex numbers cross the cut.
+
+    Their gradients are zero in the first step, so the first-step check proves nothing about them.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,7 @@
-"""A strategy of somebody's own, outside the library: every rank votes for the sign of each
-gradient.
+"""A user's strategy, outside the library: every rank votes for the sign of each gradient.
 
-signSGD with majority vote (Bernstein et al. 2018, arXiv 1802.04434). It is not serial's
-training, and says so.
+It is signSGD with majority vote (Bernstein et al. 2018, arXiv 1802.04434). It does not promise
+the training of serial.
 """
 
 from __future__ import annotations

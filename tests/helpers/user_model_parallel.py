@@ -1,9 +1,9 @@
-"""Strategies of somebody's own that cut the model, outside the library: columns of linear
-layers, and consecutive parts.
+"""A user's strategies that divide the model, outside the library.
 
-Small ones: what they show is that the seam bears a cut, with parts of tensors, tensors of which
-only one rank has any, tensors that several ranks own, random calls, a loss on one rank alone,
-and products with `data`.
+One divides the columns of linear layers, the other makes consecutive stages. They are small, and
+show that the extension points support a divided model. They cover parts of tensors, tensors on one
+rank only, and tensors that several ranks own. They also cover random calls, a loss on one rank
+only, and products with `data`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paragrad.schedules.actions import split_evenly
 
 
 def held_whole(model: nn.Module, axis: World) -> dict[str, pg.ShardSpec]:
-    """Replicated over the axis: the first rank's copy counts."""
+    """Return the specs of a model that is replicated over the axis; the first copy is primary."""
     return {
         name: pg.ShardSpec(name, tuple(tensor.shape), is_primary=axis.rank == 0)
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]
@@ -87,7 +87,7 @@ def _part(whole: nn.Parameter, mine: slice) -> nn.Parameter:
 
 
 class Copied(torch.autograd.Function):
-    """x on all ranks; its gradient is the sum of what all ranks make of it."""
+    """Passes x on unchanged on all ranks; backward sums the gradients of all ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: World) -> Tensor:
@@ -100,7 +100,7 @@ class Copied(torch.autograd.Function):
 
 
 class Gathered(torch.autograd.Function):
-    """All ranks' features side by side; of the gradient, this rank's own."""
+    """Concatenates the features of all ranks; backward keeps this rank's part of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, mine: Tensor, rows: list[range], axis: World) -> Tensor:
@@ -122,8 +122,9 @@ TYPES = torch.float32, torch.float64, torch.bfloat16
 
 # ---- stages: consecutive parts of a Sequential, one after the other --------------------------
 class Stages(pg.Strategy):
-    """Consecutive modules on consecutive ranks, one micro-batch at a time; parameters of
-    several stages are owned by all of them.
+    """Puts consecutive modules on consecutive ranks, and runs one micro-batch at a time.
+
+    If several stages use a parameter, all of them own it.
     """
 
     workers: int = pg.option(pg.Integer(2))
@@ -197,7 +198,7 @@ def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 class OneAfterAnother(pg.Passes):
-    """Forward from the first stage to the last, backward back."""
+    """Passes that run forward from the first stage to the last, and backward in reverse."""
 
     def __init__(self, host: Any, exchange: pg.Exchange) -> None:
         super().__init__(host, exchange)

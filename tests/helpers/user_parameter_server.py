@@ -1,8 +1,8 @@
-"""A parameter server of somebody's own, outside the library: ranks that are no workers.
+"""A user's parameter server, outside the library; the rank of the server is no worker.
 
-Workers push gradients to one server, which sums them in the order of ranks and updates with the
-job's optimizer; they pull the parameters (Li et al. 2014). Bulk synchronous, so it is serial's
-training.
+Workers push gradients to one server. It sums them in the order of ranks, and updates with the
+job's optimizer. Workers then pull the parameters (Li et al. 2014). This is bulk synchronous, so it
+is the training of serial.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Central(pg.Strategy):
 
 
 class Served(pg.Exchange):
-    """Workers ask, all at once, and the server answers; both are this class."""
+    """The exchange of workers and of the server: all workers send a request, the server answers."""
 
     def __init__(self, replica: Any, world: World) -> None:
         super().__init__(replica)
-        # the server first
+        # the server is rank 0 of this world
         room = world.split_ranks([[world.size - 1, *range(world.size - 1)]])
         assert room is not None
         self.room = room
@@ -78,7 +78,7 @@ class Served(pg.Exchange):
             for group in self.optimizer.param_groups
         ]
         pulled, used = self.ask("update", (self.weight, settings))
-        # schedulers want to know
+        # schedulers check this attribute
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         with torch.no_grad():
             for parameter, value in zip(self.parameters, pulled, strict=True):
@@ -92,7 +92,7 @@ class Served(pg.Exchange):
     def dismiss_servers(self) -> None:
         self.ask("end")
 
-    # ---- the server's ------------------------------------------------------------------------
+    # ---- the server's side -------------------------------------------------------------------
     def serve(self) -> None:
         what = ""
         while what != "end":

@@ -39,9 +39,10 @@ def written(folder: Path, text: str, name: str = "filed.py") -> str:
 
 
 def test_registrations_of_a_job_file_reach_the_ranks(tmp_path: Path) -> None:
-    """Ranks got a job file's functions by value and never ran the file: an operator that it
-    registers with torch, and an entry that it makes in the table of another module, were
-    missing there.
+    """Earlier, ranks got the functions of a job file by value and never ran the file.
+
+    So two things were missing in ranks. One is an operator that the file registers with torch. The
+    other is an entry that it makes in the table of another module.
     """
     (tmp_path / "table_of_models.py").write_text("MODELS = {}\n")
     job = find_job(
@@ -74,8 +75,9 @@ built_by_lambda = pg.Job(model=lambda: __import__("table_of_models").MODELS["dou
 def test_unpicklable_object_is_named_with_a_repair(
     tmp_path: Path,
 ) -> None:
-    """A scripted loss, or one that holds a lock: "PickleError: ScriptFunction cannot be
-    pickled", a traceback and no more.
+    """Earlier, a loss that cannot be pickled gave a traceback and no more.
+
+    Such a loss may be scripted ("PickleError: ScriptFunction cannot be pickled"), or hold a lock.
     """
     path = written(
         tmp_path,
@@ -106,8 +108,9 @@ around = pg.Job(**{**settings, "loss": lambda output, target: own(output, target
 
 
 def test_registered_classes_are_equal_in_ranks(tmp_path: Path) -> None:
-    """transformers' Auto classes look up the class of a configuration, which by value was
-    another one in each rank.
+    """Earlier, a class that was sent by value was another class in each rank.
+
+    For example, the Auto classes of transformers look up the class of a configuration.
     """
     (tmp_path / "table_of_configs.py").write_text("BUILDERS = {}\n")
     job = find_job(
@@ -132,8 +135,9 @@ def job():
 
 
 def test_default_dtype_reaches_the_ranks(tmp_path: Path) -> None:
-    """torch.set_default_dtype at the top level held in the launcher alone; it goes with every
-    task now.
+    """Earlier, torch.set_default_dtype at the top level had an effect in the launcher only.
+
+    Now the default type is sent with every task.
     """
     before = torch.get_default_dtype()
     try:
@@ -158,9 +162,10 @@ job = pg.Job(model=lambda: Net(5, 3), dtype=torch.float64, **settings)
 
 
 def test_functions_of_a_job_file_share_their_globals(tmp_path: Path) -> None:
-    """A function by its name and a lambda of the same file share its globals; what the file
-    draws at its top level is the same on all ranks; and a number that a function changed after
-    the file was run goes with it.
+    """A named function and a lambda of the same file share its globals.
+
+    Numbers that the file draws at its top level are the same on all ranks. If a function changed a
+    global after the file was run, the new value is sent.
     """
     job = find_job(
         written(
@@ -214,7 +219,7 @@ def test_edited_job_file_is_not_mixed_with_the_old(tmp_path: Path) -> None:
 def test_module_attribute_job_imports_its_module(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """module:attribute with lambdas alone: nothing made a rank import the module."""
+    """Earlier, for a job `module:attribute` with lambdas only, ranks did not import the module."""
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "table_of_layers.py").write_text("LAYERS = {}\n")
     written(
@@ -241,7 +246,7 @@ pg.train(job, "data(2)")
 def test_training_at_top_level_is_refused_by_the_command(
     tmp_path: Path,
 ) -> None:
-    """`paragrad train script.py` trained at once, by the script's own call, and then again."""
+    """Earlier, `paragrad train script.py` trained by the script's own call, and then again."""
     path = written(tmp_path, UNGUARDED)
     for words, code, told in (
         (["-m", "paragrad", "train", path], 2, "filed.py trains at its top level"),
@@ -280,8 +285,9 @@ def test_guarded_script_is_a_job_file_that_prints_once(tmp_path: Path) -> None:
 def test_short_module_name_does_not_match_a_longer_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a job `level:job` whatever had "level" in it, such as two_level, was sent with that
-    module, which ranks import by its name and may no longer find.
+    """Earlier, after a job `level:job`, every task with "level" in it was sent with that module.
+
+    An example is two_level. Ranks import the module by its name, and may no longer find it.
     """
     written(tmp_path, "job = pg.Job(model=lambda: nn.Linear(5, 3), **settings)", "level.py")
     monkeypatch.syspath_prepend(tmp_path)

@@ -1,4 +1,4 @@
-"""What the mean in a loss divided by, read off its graph."""
+"""The divisor of the mean in a loss, which is read from the graph of the loss."""
 
 from __future__ import annotations
 
@@ -112,8 +112,10 @@ def test_custom_autograd_function_is_untraced() -> None:
 def test_share_without_a_label_counts_for_nothing(
     loss: Callable[[Tensor, Tensor], Tensor],
 ) -> None:
-    """The mean over no label is 0/0; the page's own recipe, (output.loss * n, n), made 0 * NaN
-    of it, and the run ended.
+    """A share without a label counts for nothing.
+
+    The mean over no label is 0/0. Earlier, the recipe of the documentation, (output.loss * n, n),
+    made 0 * NaN of it, and the run ended.
     """
     model = nn.Linear(3, 4)
     total, weight = LossModule(model, loss)(torch.randn(2, 3), torch.full((2,), -100), 2)
@@ -139,21 +141,22 @@ SMOOTHED = {"weight": torch.tensor([1.0, 0.0, 2.0, 0.5]), "label_smoothing": 0.1
 def test_label_smoothing_without_weight_is_not_dropped(
     loss: Callable[[Tensor, Tensor], Tensor],
 ) -> None:
-    """Of a share whose targets all weigh 0, the smoothed part counts in the whole batch:
-    without a word it was 0, and the parameters of data(3) were off by 6e-3.
+    """If all targets of a share weigh 0, its smoothed part still counts in the whole batch.
+
+    Earlier, this part was 0, without a message, and the parameters of data(3) were off by 6e-3.
     """
     module = LossModule(nn.Linear(3, 4), loss)
     alike = torch.full((2,), 1)
     with pytest.raises(StepFailed, match="all weigh 0, and its loss has a smoothed part"):
         module(torch.randn(2, 3), alike, 2)
-    # a stand-in of an empty share; no label
+    # a sample that stands in for an empty share; targets without a label
     for target, samples in ((alike, 0), (torch.full((2,), -100), 2)):
         total, weight = module(torch.randn(2, 3), target, samples)
         assert (float(total.detach()), weight) == (0.0, 0.0)
 
 
 def test_sum_and_weight_pair_of_label_smoothing() -> None:
-    """The way out: shares of (sum, weight), one of them of weight 0, sum up to the whole."""
+    """The repair: shares of (sum, weight), one of them of weight 0, sum up to the whole."""
 
     def pair(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         return functional.cross_entropy(output, target, reduction="sum", **SMOOTHED), SMOOTHED[
@@ -181,7 +184,10 @@ def test_sum_and_weight_pair_of_label_smoothing() -> None:
 
 
 def test_other_term_without_samples_is_not_label_smoothing() -> None:
-    """Classes that weigh 0, beside a mean over what counts, of which this share has nothing."""
+    """The loss has classes that weigh 0, and a mean over some samples.
+
+    This share has no sample of that mean.
+    """
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
         return (

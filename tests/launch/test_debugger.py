@@ -28,7 +28,7 @@ job = good.job.replace(name="stops", model=Stops, epochs=1)
 JOB_FILES = Path(__file__).parents[1] / "helpers" / "job_files"
 
 
-# of the last batch of an epoch, and of its half
+# sizes of the last batch of an epoch, and of its half
 LAST = (22, 11)
 
 
@@ -46,7 +46,7 @@ def start_train(
 
 @pytest.mark.parametrize("call", ["breakpoint()", "import pdb; pdb.set_trace()"])
 def test_debugger_under_serial_reads_standard_input(call: str, tmp_path: Path) -> None:
-    """There were two debuggers at one terminal, and then: one batch raised BdbQuit."""
+    """Earlier, two debuggers read from one terminal, and then one batch raised BdbQuit."""
     pipe = subprocess.PIPE
     with start_train(tmp_path, call, stdin=pipe, stdout=pipe, stderr=pipe) as running:
         out, errors = running.communicate(b"p 'it is', answer\nc\n", timeout=60)
@@ -84,7 +84,7 @@ def test_debugger_under_serial_takes_the_terminal(tmp_path: Path) -> None:
 def test_breakpoint_is_refused_under_several_ranks(
     sizes: tuple[int, ...], code: int, strategy: str, tmp_path: Path
 ) -> None:
-    """Before any rank starts, if the first batch comes to it."""
+    """If the first batch reaches the breakpoint, the refusal comes before any rank starts."""
     pipe = subprocess.PIPE
     words = ["--strategy", strategy]
     with start_train(

@@ -1,4 +1,4 @@
-"""Ranks: started, watched, and gone at the end, whatever ended them."""
+"""The launcher starts and watches ranks, and no rank is left at the end, whatever ended it."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ def two() -> Iterator[Launcher]:
 
 
 def gone(pids: list[int]) -> bool:
+    """Return whether none of these processes exists any more."""
     return not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
@@ -61,7 +62,7 @@ def say(world: World) -> None:
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_printed_lines_carry_the_rank(size: int, capfd: pytest.CaptureFixture[str]) -> None:
-    """Lines of several ranks could not be told apart, and in a pipe the last ones were lost."""
+    """Earlier, lines of several ranks looked alike, and in a pipe the last lines were lost."""
     with Launcher(size) as ranks:
         ranks.run(say)
     printed = capfd.readouterr().err.splitlines()
@@ -116,7 +117,7 @@ def differ_on_one(world: World, differs: bool) -> None:
 
 @pytest.mark.parametrize("differs", [True, False])
 def test_replica_difference_is_reported_with_the_error(two: Launcher, differs: bool) -> None:
-    """Also where others tell of it in other words."""
+    """Errors that wrap or reword this error keep `differs`."""
     with pytest.raises(RankFailed) as caught:
         two.run(differ_on_one, differs)
     assert caught.value.differs == caught.value.with_message("so it was").differs == differs
@@ -150,7 +151,7 @@ def test_hang_is_ended_by_the_deadline_and_named(two: Launcher) -> None:
     pids = [process.pid for process in two.processes]
     with pytest.raises(RankFailed) as caught:
         two.run(hang, deadline=5.0, timeout=60.0)
-    # rank 0 waits for rank 1 at the end of the world
+    # rank 0 waits for rank 1 at the end of the run
     assert "rank(s) 0, 1" in str(caught.value)
     assert "in hang" in caught.value.traceback
     assert gone(pids)
@@ -211,7 +212,7 @@ def test_no_process_outlives_its_launcher(tmp_path: Path, how: signal.Signals) -
         os.killpg(launcher.pid, how)
         launcher.wait(timeout=20)
     wait_for_ends(watched)
-    # and nothing of them is left
+    # no temporary folder of them is left
     assert list((tmp_path / "temporary").glob("paragrad-*")) == []
 
 
@@ -255,9 +256,10 @@ def test_averaging_backend_is_detected(two: Launcher) -> None:
 
 @pytest.mark.table
 def test_reused_rank_keeps_no_threads_or_sockets(pool: Launcher) -> None:
-    """Every run left 9 threads and 21 descriptors in each rank: DDP holds its hook's state,
-    which held DDP, so the process groups of a finished run lived on, and the whole equality
-    table slowed down as it went.
+    """Earlier, every run left 9 threads and 21 descriptors in each rank.
+
+    DDP holds the state of its hook, and that state held DDP. So the process groups of a finished
+    run stayed alive, and the equality table became slower with every run.
     """
 
     def train() -> int:
@@ -272,7 +274,7 @@ def test_reused_rank_keeps_no_threads_or_sockets(pool: Launcher) -> None:
 
 
 class Interrupted:
-    """A poll in which another signal comes; Python lets nobody into it meanwhile."""
+    """A poll during which another signal arrives; as in Python, a concurrent call raises."""
 
     signals = 3
 
@@ -298,8 +300,9 @@ PLAIN_POLL = select.poll
 
 
 def test_process_of_an_ended_server_is_refused() -> None:
-    """As after a kill of the server, which others had replaced: it was a file that was not
-    found.
+    """The shared folder is missing, as after the fork server was killed and replaced.
+
+    Earlier, the error said only that a file was not found.
     """
     with Launcher(1) as ranks:
         shutil.rmtree(ranks.open_shared_folder())
@@ -310,8 +313,9 @@ def test_process_of_an_ended_server_is_refused() -> None:
 
 
 def test_two_signals_during_server_start() -> None:
-    """On a crowded machine two came at once while torch was imported: the server ended, and
-    nothing could be trained.
+    """Earlier, two signals that came at once ended the fork server, and no training could start.
+
+    On a busy machine, this happened during the import of torch.
     """
     launcher, other = socket.socketpair()
     told: list[str] = []

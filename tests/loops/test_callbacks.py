@@ -36,7 +36,7 @@ STRATEGIES = [
 
 
 class Diary(pg.Callback):
-    """Writes what it is called with into a file; ends the run where it is told to."""
+    """A callback that writes its arguments into a file and ends the run at a given step or test."""
 
     def __init__(self, path: Path, last_step: int = 99, last_test: int = 99) -> None:
         self.path = path
@@ -100,7 +100,7 @@ def test_callback_ends_the_run_on_all_ranks(strategy: str, tmp_path: Path) -> No
     assert diary.read("end") == [["finished"]]
     count = len({line["step"] for line in run.collect_step_lines()})
     if strategy.startswith(("serial", "data", "pipeline", "tensor", "server(2)")):
-        assert count == 5  # all ranks see it in the step after
+        assert count == 5  # all ranks see the request in the next step
     assert count < EPOCHS * STEPS
     at_test = Diary(tmp_path / "at test", last_test=1)
     run = pg.train(make_job(), strategy, callbacks=[at_test], runs=tmp_path / "runs")
@@ -133,7 +133,7 @@ def test_wrong_callback_is_refused() -> None:
 
 # ---- early stopping and the best test ---------------------------------------------------------
 class Fading(nn.Module):
-    """Its test is best after the second epoch: the weight passes 1 there."""
+    """A model whose test is best after the second epoch, when its weight passes 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ def measure_closeness(output: torch.Tensor, target: torch.Tensor) -> tuple[float
 
 
 def make_fading_job(**changes: object) -> pg.Job:
-    """The weight is 0.5, 1, 1.5, ... after the epochs."""
+    """Return a job whose weight is 0.5, 1, 1.5, ... after the epochs."""
     return make_job(
         model=Fading,
         loss=push,
@@ -183,7 +183,7 @@ def test_early_stopping_and_best_checkpoint(strategy: str, tmp_path: Path) -> No
 
 
 def test_early_stopping_goes_on_after_a_resume(tmp_path: Path) -> None:
-    """Epochs without a better test count over a resume, and so does the best test."""
+    """A resumed run keeps the count of epochs without a better test, and the best test."""
     made = make_fading_job(callbacks=[pg.EarlyStopping(patience=3)])
     first = pg.train(made, "data(2)", runs=tmp_path, keep="best", limit=4 * STEPS + 1, save=99)
     rest = pg.train(made, "serial", runs=tmp_path, keep="best", resume=first.folder)

@@ -1,5 +1,6 @@
-"""`server(n)` goes on when a process of it dies: whenever that is, parameters, record and
-checkpoints are as if nothing was.
+"""If a process of `server(n)` dies, the training continues.
+
+Whenever it dies, parameters, record and checkpoints are the same as without the death.
 """
 
 from __future__ import annotations
@@ -54,14 +55,15 @@ MADE = {
     "batch norm": job("normed", normed_cnn, IMAGES, test=IMAGES),
 }
 
-# seconds of a step: what is to happen does so long before the training's end
+# seconds of a step, so that a disturbance comes long before the end of the training
 PACE = 0.03
 
 
 class Disturbed(failure_recovery.RecoveryCoordinator):
-    """Once so many steps are in the record of the first rank, something happens to one of its
-    processes, every time it has begun again too. Whoever looks does so five times a second, at
-    least: a training of steps that nothing holds may be over by then, so it is given a pace.
+    """A coordinator that disturbs one process after given steps, also after restarts.
+
+    It calls `happens` when the record of rank 0 reaches a step of `at`. It reads the record at
+    least five times a second. A fast training could end between two reads, so tests set a pace.
     """
 
     at: tuple[int, ...] = ()
@@ -89,8 +91,10 @@ class Disturbed(failure_recovery.RecoveryCoordinator):
 def signalled(
     number: int, sent: signal.Signals
 ) -> Callable[[failure_recovery.RecoveryCoordinator, int], None]:
+    """Return a disturbance that sends a signal to one process of the training."""
+
     def happens(run: failure_recovery.RecoveryCoordinator, step: int) -> None:
-        if number in run.pool.members:  # it may have come to its end
+        if number in run.pool.members:  # the process may have ended already
             run.pool.members[number].send_signal(sent)
 
     return happens
@@ -155,10 +159,12 @@ def test_killed_process_does_not_change_the_training(
     assert on.losses == pytest.approx(more.losses[-3:], rel=1e-8)
 
 
-# ---- what is no parameter, and what comes after the last step --------------------------------
+# ---- other state than parameters, and deaths after the last step -----------------------------
 class Remembering(nn.Module):
-    """A count of another type, a frozen copy that follows, a mask that stays, a view of another
-    order.
+    """A model with state of unusual kinds.
+
+    An integer buffer counts calls. A frozen layer follows a trained layer. Three buffers stay
+    constant: a large mask, a transposed view, and minus infinity.
     """
 
     def __init__(self) -> None:
@@ -181,8 +187,9 @@ class Remembering(nn.Module):
 
 
 def deadly(output: Tensor, target: Tensor) -> tuple[float, float]:
-    """A metric in which a worker dies, once: after so many calls, each of which leaves a
-    file.
+    """Compute a metric, and once let the calling worker die.
+
+    Each call leaves a file. The worker dies when there are PARAGRAD_TEST_DIES_AT files.
     """
     if "PARAGRAD_TEST_CALLS" in os.environ and os.getpid() != int(
         os.environ["PARAGRAD_TEST_LAUNCHER"]
@@ -199,8 +206,9 @@ def deadly(output: Tensor, target: Tensor) -> tuple[float, float]:
 def test_buffers_changed_by_forwards_survive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A count that is no float, and weights that follow others, began anew. What stays as it is
-    does not travel.
+    """Earlier, after a restart, an integer count and weights that follow others began anew.
+
+    Now they survive. Buffers that do not change are not sent.
     """
     made = job("remembering", Remembering, VECTORS).replace(dtype=torch.float64, epochs=20)
     monkeypatch.setattr(
@@ -240,8 +248,10 @@ def test_death_after_the_last_step_changes_nothing(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nobody makes a step then: the checkpoint had no optimizer's state, the test was of other
-    weights, a limit was overrun.
+    """If a worker dies after the last step, the restarted workers make no further step.
+
+    Earlier, the checkpoint lacked the optimizer state, the test used other weights, or the run
+    exceeded its limit.
     """
     made = MADE["dropout, AdamW, clipping, a scheduler"].replace(
         dtype=torch.float64,
@@ -306,7 +316,10 @@ def test_repeated_server_deaths_do_not_end_the_run(
 def test_server_death_during_restart_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the second death nobody was to hear: it ended the run, in a traceback."""
+    """Earlier, a second death during the restart was not handled.
+
+    It ended the run with a traceback.
+    """
 
     class Again(Disturbed):
         at = (5,)
@@ -330,7 +343,7 @@ def test_server_death_during_restart_does_not_end_the_run(
 
 
 class Counting(torch.optim.SGD):
-    """With a count as an attribute, and another in its state, which are no parameter's."""
+    """SGD with two counts that belong to no parameter: an attribute, and an entry of its state."""
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, lr)
@@ -352,8 +365,9 @@ def counting(parameters: Any) -> torch.optim.Optimizer:
 def test_optimizer_attributes_survive_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server that was started again began to count anew: it was another training, and nobody
-    said so.
+    """Earlier, a restarted server began to count anew.
+
+    The training then differed from serial, without a message.
     """
     made = MADE["batch norm"].replace(dtype=torch.float64, epochs=50, optimizer=counting)
     monkeypatch.setattr(
@@ -397,8 +411,9 @@ def test_stalled_worker_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def worlds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of workers that were started; what goes wrong in a loss begins with the first of them,
-    after the door has tried it.
+    """Collect the number of each world of workers that is started.
+
+    The losses below fail only after the first start, so that they pass validation.
     """
     begin = failure_recovery.RecoveryCoordinator.start_workers
     found = list[int]()
@@ -431,7 +446,7 @@ def late(output: Tensor, target: Tensor) -> Tensor:
 
 
 def test_user_timeout_error_is_not_retried(worlds: list[int], tmp_path: Path) -> None:
-    """It was tried fifteen times."""
+    """Earlier, a run whose user code raised this error was restarted fifteen times."""
     with pytest.raises(pg.RankFailed, match="price lookup timed out"):
         pg.train(MADE["batch norm"].replace(loss=late), "server(2)", runs=tmp_path)
     assert worlds == [0]
@@ -466,17 +481,19 @@ def test_interrupted_run_resumes(tmp_path: Path) -> None:
 
 # ---- what a server does ----------------------------------------------------------------------
 def kept(told: Told) -> Any:
-    """A server that is kept when workers die."""
+    """Return a server that keeps running when workers die."""
     served = server("server(2)", told)
     served.shard.snapshots = SimpleNamespace()
     return served
 
 
 def asked(served: Any, told: Told, kind: MessageType, job: int = JOB, **more: Any) -> None:
+    """Send a request to a server."""
     served.handle_message(frames(Header(kind, job, **more)))
 
 
 def stands(told: Told) -> tuple[MessageType, int]:
+    """Return the kind and the version of the last answer."""
     return told.answers[-1][1].kind, told.answers[-1][1].version
 
 
@@ -491,7 +508,7 @@ def test_complete_step_is_made_or_dropped_by_all_servers(finish: float) -> None:
     asked(served, told, MessageType.RESUME, 78, numbers=(finish, 12.0, 1.0))
     assert stands(told) == (MessageType.DONE, int(finish))
     assert float(served.shard.values[0][0]) == pytest.approx(1.0 - finish * 2.0 / 12.0)
-    for share in range(2):  # the next step, or the same again
+    for share in range(2):  # pushes of the next step, or of the same step again
         served.handle_message(
             push(share=share, sender=share + 5, whose=b"n%d" % share, job=78, step=int(finish))
         )
@@ -524,7 +541,7 @@ def test_record_is_rolled_back(tmp_path: Path) -> None:
             "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
         )
     with (tmp_path / "rank-0.jsonl").open("a") as file:
-        file.write('{"kind":"step","step":')  # by one that was killed over it
+        file.write('{"kind":"step","step":')  # a rank was killed while it wrote this
     for step in (2, 4):
         (tmp_path / f"checkpoint-{step:08}").mkdir()
     failure_recovery.rewind_record(tmp_path, 2, 3)
@@ -562,8 +579,9 @@ def test_forward_changes_belong_to_their_step() -> None:
 
 
 def test_update_in_a_snapshot_is_not_lost(tmp_path: Path) -> None:
-    """A server that was killed after it saved a snapshot, and before it cleared its journal,
-    counted updates as lost that it had.
+    """Earlier, a restarted server counted updates as lost, although its snapshot had them.
+
+    This happened if it was killed after it saved a snapshot and before it cleared its journal.
     """
     served = kept(Told())
     store = served.shard.snapshots = SnapshotStore(tmp_path, 0)
@@ -638,7 +656,10 @@ job = pg.Job(
 @pytest.mark.story
 @pytest.mark.parametrize("strategy", ["server(2)", "server(2, sync=asp)"])
 def test_killed_fork_server_is_named(strategy: str, tmp_path: Path) -> None:
-    """The record told of a way back to step 0 that was never gone, and the message of no signal."""
+    """Earlier, the record reported a return to step 0 that never happened.
+
+    The message did not name the signal. Now it does, and the record has no such event.
+    """
     (tmp_path / "killing.py").write_text(KILLING_JOB)
     ran = subprocess.run(
         [sys.executable, "-m", "paragrad", "train", "killing.py", "--strategy", strategy],

@@ -1,8 +1,7 @@
-"""Workers that join a running training by a command of their own: who takes part, who is let
-in, who goes, and how it ends.
+"""Workers join a running training by the command `paragrad join`.
 
-Trainings are held until those who are to join are there, by the queue's own loop: nothing here
-waits for luck.
+The tests cover joining, admission, leaving, and the end of a training. Each training waits in the
+loop of its work queue until the expected workers have joined. So no test depends on timing.
 """
 
 from __future__ import annotations
@@ -81,8 +80,9 @@ TRAINING = queue_coordinator.QueueCoordinator
 
 
 class Ground:
-    """A folder with a job, the keys of somebody who may join, and what has to be said to do
-    so.
+    """A folder with a job and the keys of a worker that may join.
+
+    Its methods start the command that joins, and the training.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -100,7 +100,7 @@ class Ground:
     def join(
         self, *more: str, key: Path | None = None, launched: dict[str, str] | None = None
     ) -> subprocess.Popen[str]:
-        """The command, once it is known where."""
+        """Start the command that joins; the address of the training must be known."""
         words = [
             sys.executable,
             "-m",
@@ -142,15 +142,16 @@ def place(tmp_path: Path) -> Ground:
 
 
 class Open(queue_coordinator.QueueCoordinator):
-    """Has others join as soon as it is known where, trains when those who are wanted are there,
-    and tells of what they did.
+    """A coordinator that starts joining workers as soon as its address is known.
+
+    It trains when enough of them have joined, and calls `seen` after each of their tickets.
     """
 
     place: Ground
-    joining: tuple[tuple[str, ...], ...] = ((),)  # the options of each
+    joining: tuple[tuple[str, ...], ...] = ((),)  # the options of each joining worker
     wanted = 1
     joiners: list[subprocess.Popen[str]]
-    # called after every ticket of theirs
+    # called after every training ticket of a joined worker
     seen: Any = None
 
     def announce_join_address(self, address: Any) -> None:
@@ -179,8 +180,9 @@ class Open(queue_coordinator.QueueCoordinator):
 
 @pytest.fixture
 def opened(place: Ground, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., type[Open]]]:
-    """Trainings are such as that, with what is changed of it. Nobody who joined outlives the
-    test.
+    """Return a function that makes trainings use `Open`, with the given changes.
+
+    At the end of the test, all joined workers are killed.
     """
     found: list[type[Open]] = []
 
@@ -197,7 +199,7 @@ def opened(place: Ground, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
 
 def ended(joiner: subprocess.Popen[str]) -> tuple[int, str, str]:
-    """How a command ended, and what it printed."""
+    """Wait for a command, and return its exit code, its output and its error output."""
     printed, complaint = joiner.communicate(timeout=60)
     return joiner.returncode, printed, complaint
 
@@ -207,7 +209,7 @@ def events(run: pg.Run) -> list[str]:
 
 
 def whole(run: pg.Run) -> bool:
-    """Every sample was applied once on every server, and the record has it."""
+    """Return whether every server applied every sample once, and the record says so."""
     return set(applied(run)) == {SAMPLES} and (
         run.sample_count.epochs,
         run.sample_count.twice,
@@ -215,7 +217,7 @@ def whole(run: pg.Run) -> bool:
     ) == (6, 0, 0)
 
 
-# ---- who takes part --------------------------------------------------------------------------
+# ---- joining and leaving ---------------------------------------------------------------------
 @pytest.mark.story
 @pytest.mark.parametrize(
     "text",
@@ -252,8 +254,9 @@ def test_joined_worker_trains_until_the_end(
 
 @pytest.mark.story
 def test_worker_started_by_a_launcher_can_join(place: Ground, opened: Callable[..., Any]) -> None:
-    """By srun with two tasks it was let in, and then refused: the training wanted three ranks,
-    and the launcher started two.
+    """Earlier, a worker that srun started with two tasks was admitted and then refused.
+
+    The training wanted three ranks, and the launcher had started two.
     """
 
     def say_where(self: Any, address: Any) -> None:
@@ -280,7 +283,7 @@ def test_worker_started_by_a_launcher_can_join(place: Ground, opened: Callable[.
 
 @pytest.mark.story
 def test_leaving_worker_returns_its_samples(place: Ground, opened: Callable[..., Any]) -> None:
-    """Ctrl-C: what it was at is somebody else's at once."""
+    """If a worker leaves after Ctrl-C, another worker gets its samples at once."""
     here = opened(seen=lambda run, number: run.joiners[0].send_signal(signal.SIGINT))
     run = place.train("server(2, sync=ssp(1))")
     code, _, complaint = ended(here.joiners[0])
@@ -318,7 +321,7 @@ def test_stopped_joined_worker_comes_back(place: Ground, opened: Callable[..., A
             self.joiners[0].send_signal(signal.SIGCONT)
 
     def train(self: Any, epoch: int) -> int:
-        # the last one only when it is back
+        # the last epoch begins only when the worker is back
         while epoch == 5 and not (self.was_late and self.guests):
             self.poll_events(None)
         return TRAINING.train_segment(self, epoch)
@@ -332,8 +335,9 @@ def test_stopped_joined_worker_comes_back(place: Ground, opened: Callable[..., A
 
 @pytest.mark.story
 def test_killed_server_is_found_again(place: Ground, opened: Callable[..., Any]) -> None:
-    """At its port, by its key, and it knows who was let in. Under ssp nobody goes on without
-    the one that joined.
+    """A restarted server has the same port and key, and knows the admitted workers.
+
+    Under ssp, no worker continues without the one that joined.
     """
 
     def kill(run: Any, number: int) -> None:
@@ -350,8 +354,9 @@ def test_killed_server_is_found_again(place: Ground, opened: Callable[..., Any])
 
 @pytest.mark.story
 def test_waiting_worker_is_kept_alive(place: Ground, opened: Callable[..., Any]) -> None:
-    """It gives up after a second and a half without an answer, and is held for three
-    questions.
+    """A worker gives up after 1.5 s without an answer, so the queue answers waiting workers.
+
+    Here the worker must wait during three requests.
     """
     waited: list[bytes] = []
 
@@ -421,13 +426,14 @@ def test_joined_worker_ends_if_the_launching_process_dies(
     )
 
 
-# ---- who is let in ---------------------------------------------------------------------------
+# ---- admission -------------------------------------------------------------------------------
 @pytest.mark.story
 def test_unknown_sender_gets_no_answer_and_changes_nothing(
     place: Ground, opened: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Noise over raw TCP, ZeroMQ without a key, an unknown key, another server's key: of the
-    training, which one worker makes as serial does, nothing is different.
+    """Noise over raw TCP, an unknown key or another server's key changes nothing.
+
+    The same holds for ZeroMQ without a key. The training has one worker, and equals serial.
     """
     make_key_files(tmp_path / f"other{SECRET_SUFFIX}")
     said: list[str] = []
@@ -456,7 +462,7 @@ def test_unknown_sender_gets_no_answer_and_changes_nothing(
             said.append(
                 try_handshake(type(address)(address.endpoint), read_key_pair(place.key), 20.0)
             )
-            # the queue would know it, and did not let it in yet
+            # the queue accepts this key; servers do not, because the worker has not joined yet
             if address is not office:
                 said.append(try_handshake(address, read_key_pair(place.key), 20.0))
         place.key = tmp_path / f"other{SECRET_SUFFIX}"
@@ -490,7 +496,10 @@ def test_unknown_sender_gets_no_answer_and_changes_nothing(
 def test_different_job_is_refused_by_name_on_both_sides(
     place: Ground, opened: Callable[..., Any]
 ) -> None:
-    """And the training goes on with who trains the same. One key may be added while it runs."""
+    """A worker with another job is refused, and the training continues with a worker that fits.
+
+    A key may be added while the training runs.
+    """
     later = place.folder / f"later{SECRET_SUFFIX}"
 
     def epochs(self: Any) -> str:
@@ -537,7 +546,7 @@ KNOWN = {"seed": 0, "model": "Linear(1, 1)", "loss before training": 0.5}
     ],
 )
 def test_job_fingerprint_is_checked(text: bytes, why: str) -> None:
-    """What is recorded has no word of who sent it."""
+    """The recorded reason contains no text of the sender."""
     with pytest.raises(InvalidMessage, match=why.replace("(", r"\(").replace(")", r"\)")):
         refuse_other_job(KNOWN, text)
     refuse_other_job(KNOWN, json.dumps(KNOWN).encode())
@@ -555,7 +564,7 @@ STEP = {
 
 
 class Hall(Desk):
-    """A desk at which somebody from elsewhere has number 7."""
+    """A desk at which a joined worker has number 7."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -586,7 +595,7 @@ class Hall(Desk):
         call: int = 0,
         job: int = 77,
     ) -> str:
-        """What is refused of a question from elsewhere, or nothing."""
+        """Send a request of a joined worker; return why it is refused, or an empty text."""
         before = len(self.refusals)
         header = Header(kind, job, call=call or next(self.calls))
         self.office.handle_message(
@@ -601,7 +610,7 @@ def test_number_and_ticket_belong_to_one_key() -> None:
     key = b"k" * 40
     hall.give(3)
     assert "belongs to another worker" in hall.says(b"x" * 40, 7, None, {})
-    # one of the training's own
+    # number 0 belongs to a worker that did not join
     assert "belongs to another worker" in hall.says(key, 0, None, {})
     assert hall.says(key, 7, None, {}) == ""
     given = hall.given[7].__dict__
@@ -610,18 +619,19 @@ def test_number_and_ticket_belong_to_one_key() -> None:
     assert "not finite" in hall.says(key, 7, given, {**STEP, "loss": float("nan")})
     assert "cannot be read" in hall.says(key, 7, given, {"loss": 10**400})
     assert "END is not for workers that joined" in hall.says(key, 7, None, {}, kind=MessageType.END)
-    # once it was done for all
+    # earlier, such a report completed the ticket
     assert "without its loss" in hall.says(key, 7, given, {"became": 1.0})
     assert hall.office.open_tickets == {hall.given[7]: 7}
     assert hall.says(key, 7, given, STEP) == ""
     assert hall.told == [(7, 0)]
-    assert hall.asks(0) is not None  # its own are as they were
+    assert hall.asks(0) is not None  # other workers are not affected
 
 
 @pytest.mark.parametrize("kind", [MessageType.NEXT, MessageType.LEAVE])
 def test_ticket_of_a_departed_worker_is_reassigned(kind: MessageType) -> None:
-    """Who left as it was given a ticket took it away: it was open for ever, and the training
-    did not end.
+    """Earlier, a worker that left while it was given a ticket kept this ticket.
+
+    The ticket stayed open for ever, and the training did not end. Now it is given out again.
     """
     hall = Hall()
     key = b"k" * 40
@@ -634,7 +644,10 @@ def test_ticket_of_a_departed_worker_is_reassigned(kind: MessageType) -> None:
 
 
 def test_joined_worker_stores_nothing() -> None:
-    """It has not the run's folder; and tests it does as any."""
+    """A joined worker gets no ticket to save, because it does not have the run's folder.
+
+    It gets tickets of tests, as any worker does.
+    """
     hall = Hall()
     hall.office.add_tickets([Ticket(KEEP, keep="model"), Ticket(TEST)])
     hall.says(b"k" * 40, 7, None, {})
@@ -645,8 +658,9 @@ def test_joined_worker_stores_nothing() -> None:
 
 
 def test_model_is_saved_by_an_original_worker() -> None:
-    """All of the training's own had been replaced: those who had trained went first, and it was
-    given nothing to keep.
+    """Earlier, no worker saved the model if all original workers had been replaced.
+
+    Workers that had trained came first, so the new ones did not get the ticket that saves.
     """
     hall = Hall()
     hall.give(1)
@@ -657,7 +671,10 @@ def test_model_is_saved_by_an_original_worker() -> None:
 
 
 def test_evaluation_of_an_earlier_epoch_is_ignored() -> None:
-    """Who was late with it was believed: the parts of all tests had the same names."""
+    """Earlier, a late result of an earlier test was accepted for the present test.
+
+    The parts of all tests had the same names.
+    """
     hall = Hall()
     hall.office.add_tickets([Ticket(TEST, epoch=0)])
     late = hall.asks(0)
@@ -672,15 +689,15 @@ def test_evaluation_of_an_earlier_epoch_is_ignored() -> None:
 
 
 def test_joining_after_the_end_is_refused() -> None:
-    """It was let in, and waited for servers that were gone."""
+    """Earlier, the worker was admitted, and then waited for servers that had ended."""
     hall = Hall()
     assert hall.says(b"k" * 40, kind=MessageType.REMIND) == ""
-    # of its JOIN: it was "of another training"
+    # a reminder of JOIN has job 0; earlier, it was refused as "of another training"
     assert hall.says(b"k" * 40, kind=MessageType.REMIND, job=0) == ""
     hall.office.is_ended = True
     assert hall.says(b"k" * 40, kind=MessageType.JOIN) == "the training is over"
     hall.says(b"k" * 40, 7, None, {})
-    assert hall.given[7] == Ticket(END)  # who is back late
+    assert hall.given[7] == Ticket(END)  # a worker that comes back late
 
 
 def test_repeated_join_request_waits() -> None:
@@ -694,8 +711,9 @@ def test_repeated_join_request_waits() -> None:
 
 
 def test_step_record_has_a_ticket_or_a_worker_number(place: Ground, tmp_path: Path) -> None:
-    """Who asks twice to join has one number, and servers that are not there yet are waited for;
-    a step has one line.
+    """A worker that requests twice to join gets one number.
+
+    Its admission waits until the servers have started. A step has one line in the record.
     """
     checked = validate_run(
         find_job(str(place.job)),
@@ -748,9 +766,9 @@ def test_step_record_has_a_ticket_or_a_worker_number(place: Ground, tmp_path: Pa
                 Ticket(TRAIN, 5, 0, 2, 1),
                 {name: value for name, value in STEP.items() if name != "lr"},
             )
-        # a loss may be so
+        # the loss of a test may be infinite
         guests.check_report(Ticket(TEST), {"sum": math.inf, "weight": 2.0})
-        # somebody else's was applied
+        # the result of another worker was applied
         guests.record_ticket(3, Ticket(TRAIN, 4, 0, 2, 0), STEP | {"became": 1.0})
         for _ in range(2):
             guests.record_ticket(3, Ticket(TRAIN, 5, 0, 2, 1), STEP)
@@ -766,7 +784,7 @@ def test_step_record_has_a_ticket_or_a_worker_number(place: Ground, tmp_path: Pa
     assert "more" not in line
 
 
-# ---- files and places ------------------------------------------------------------------------
+# ---- key files and addresses -----------------------------------------------------------------
 def test_private_keys_are_readable_by_their_owner_only(tmp_path: Path) -> None:
     key = tmp_path / f"me{SECRET_SUFFIX}"
     public = make_key_files(key)
@@ -788,7 +806,7 @@ def test_private_keys_are_readable_by_their_owner_only(tmp_path: Path) -> None:
         with pytest.raises(Refused, match=repair):
             read_key_pair(key)
     with pytest.raises(Refused, match="cannot be made"):
-        make_key_files(key)  # never over one that is there
+        make_key_files(key)  # an existing file is not overwritten
     with pytest.raises(Refused, match=f"give .*me{SECRET_SUFFIX}"):
         make_key_files(tmp_path / "me")
 
@@ -816,7 +834,7 @@ def test_allowed_keys_are_a_folder_of_public_keys(tmp_path: Path) -> None:
     Settings(listen="127.0.0.1", allow=folder).check_settings(job)
     key = read_public_key("", public)
     assert AllowedKeys(folder).find_key_name(key) == "a"
-    (folder / f"a half{PUBLIC_SUFFIX}").write_text("curve\n")  # somebody is copying it
+    (folder / f"a half{PUBLIC_SUFFIX}").write_text("curve\n")  # a file that is being copied
     assert AllowedKeys(folder).callback("*", key)
     public.unlink()
     assert not AllowedKeys(folder).callback("*", key)
@@ -852,13 +870,14 @@ def test_used_port_is_refused() -> None:
         ):
             refuse_host_port(HostPort("127.0.0.1", port), 1)
         with pytest.raises(Refused, match="is in use"):
-            refuse_host_port(HostPort("127.0.0.1", port - 2), 3)  # a server's
+            refuse_host_port(HostPort("127.0.0.1", port - 2), 3)  # the port of a server
     refuse_host_port(HostPort("127.0.0.1", port), 1)
 
 
 def test_restarted_server_has_its_address_and_key(tmp_path: Path) -> None:
-    """Also while the old one's connections are still closing. Only who is allowed is let in, by
-    the folder as it is.
+    """A restarted server has its address also while old connections are still closing.
+
+    Only allowed keys are admitted, according to the present files of the folder.
     """
     allowed = tmp_path / "allowed"
     mine = KeyPair.generate_pair()
@@ -890,8 +909,9 @@ def test_restarted_server_has_its_address_and_key(tmp_path: Path) -> None:
 
 
 def test_connection_flood_does_not_block_others() -> None:
-    """ZeroMQ tells who comes and goes, and stood still while nobody had heard the last thousand
-    of it.
+    """ZeroMQ accepts no messages while a thousand events of connections are unread.
+
+    Earlier, the listener did not read these events, so ZeroMQ stopped.
     """
     mine = KeyPair.generate_pair()
     listening = Listener(1000, "127.0.0.1", KeyPair.generate_pair())
@@ -911,8 +931,9 @@ def test_connection_flood_does_not_block_others() -> None:
 
 
 def test_random_bytes_do_not_count_as_leaving_workers() -> None:
-    """A port scan between hosts made the count of connections negative, and the server end: no
-    worker is there any more.
+    """Earlier, a port scan between hosts made the count of connections negative.
+
+    The server took this to mean that no worker was left, and ended.
     """
     mine = KeyPair.generate_pair()
     listening = Listener(1000, "127.0.0.1", KeyPair.generate_pair())
@@ -926,7 +947,7 @@ def test_random_bytes_do_not_count_as_leaving_workers() -> None:
             with socket.create_connection((at.host, at.port)) as raw:
                 raw.sendall(os.urandom(64))
                 with contextlib.suppress(ConnectionResetError):
-                    while raw.recv(100):  # until it is thrown out
+                    while raw.recv(100):  # until the listener closes it
                         pass
         assert listening.connection_count >= 1
         calling.close()

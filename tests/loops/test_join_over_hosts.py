@@ -1,5 +1,6 @@
-"""A worker that joins from another host: a network of its own, nothing but an address and two
-public keys in common.
+"""A worker joins from another host, which has its own network.
+
+The hosts have only an address and two public keys in common.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ JOIN = (
 
 @pytest.mark.table
 def test_a_worker_joins_from_another_host(clusters: Clusters, tmp_path: Path) -> None:
-    """Its key is made by the first call, which says where it has to go. The ports follow each
-    other.
+    """The first call of `join` makes a key, and says into which folder its public half must go.
+
+    The ports of the training follow each other.
     """
     (tmp_path / "trains.py").write_text(textwrap.dedent(TRAINS))
     (tmp_path / "allow").mkdir()
@@ -100,8 +102,10 @@ WIDE = """
 
 @pytest.mark.table
 def test_slow_vector_is_sent_once(clusters: Clusters, tmp_path: Path) -> None:
-    """Each takes four seconds over this link. Both sides sent them again every second, behind
-    themselves: who had joined ended, for no answer came within half a minute.
+    """A vector takes four seconds over this link. Earlier, both sides sent it again every second.
+
+    The copies queued behind each other. So the joined worker got no answer within half a minute,
+    and ended.
     """
     (tmp_path / "trains.py").write_text(textwrap.dedent(WIDE))
     (tmp_path / "allow").mkdir()

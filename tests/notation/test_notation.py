@@ -1,4 +1,4 @@
-"""The notation: everything in the table parses, prints, and parses back to an equal value."""
+"""The notation of strategies: text is parsed, printed, and parsed back to an equal value."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ from paragrad.strategies.tensor import Tensor
 
 pytestmark = pytest.mark.pure
 
-# the built-in ones; other tests of this process may have defined more
+# the built-in strategies only; other tests of this process may have defined more
 STRATEGIES = [
     cls for cls in Strategy.members.values() if cls.__module__.startswith("paragrad.strategies.")
 ]
 
 
 def values(kind: object) -> st.SearchStrategy[Any]:
-    """Values of one kind of option."""
+    """Return a hypothesis strategy for the values of one kind of option."""
     if isinstance(kind, Integer):
         return st.integers(kind.least, 5000)
     if isinstance(kind, Decimal):
@@ -68,7 +68,7 @@ def values(kind: object) -> st.SearchStrategy[Any]:
 
 @st.composite
 def choices(draw: st.DrawFn, cls: type[Choice]) -> Choice:
-    """Any valid choice of a class: each option at its default or at some value."""
+    """Draw a valid choice of a class; each option has its default or another value."""
     arguments = {
         spec.name: draw(st.one_of(*map(values, spec.metadata["kinds"])))
         for spec in list_options(cls)
@@ -92,7 +92,7 @@ def choices(draw: st.DrawFn, cls: type[Choice]) -> Choice:
         arguments.pop("columns", None)
     if cls is server.Server and not isinstance(arguments.get("sync"), server.Ssp | server.Asp):
         arguments.pop("rate", None)
-    if cls is TwoLevel:  # it is the whole exchange that is reproducible
+    if cls is TwoLevel:  # reproducible belongs to the whole exchange, not to one level
         arguments |= {
             name: replace(arguments[name], reproducible=False)
             for name in ("inside", "across")
@@ -100,7 +100,7 @@ def choices(draw: st.DrawFn, cls: type[Choice]) -> Choice:
         }
     try:
         return cls(**arguments)
-    # values that do not fit together, or one that is refused with a reason of its own
+    # values that do not fit together, or one value that is refused for another reason
     except Refused:
         reject()
 
@@ -120,7 +120,7 @@ def test_python_form_makes_the_same_value(chosen: Strategy) -> None:
             *Strategy.members.values(),
             *collect_all_reduces().values(),
             *PipelineSchedule.members.values(),
-            # also those that other tests of this process defined
+            # also compressors that other tests of this process defined
             *compressors.Compressor.members.values(),
         )
     }
@@ -225,9 +225,11 @@ def test_invalid_notation_is_refused_with_the_repair(text: str) -> None:
 
 
 def test_candidates_of_data_auto_are_the_same_training() -> None:
-    """One worker with all threads was, whatever had been asked of the shares: their statistics,
-    their micro-batches, whose batch norm sees other samples, or that no rank has all of the
-    state.
+    """`data(auto)` may become one worker with all threads, if that is the same training.
+
+    Earlier, this was a candidate whatever the user requested. But with batch norm of each share,
+    or of micro-batches, batch norm sees other samples. And under `fully_sharded`, no rank holds
+    the whole state.
     """
     assert strategy("data(auto)").list_alternatives(Environment(2)) == (Serial(threads=2),)
     for asked in (
@@ -241,7 +243,7 @@ def test_candidates_of_data_auto_are_the_same_training() -> None:
 
 def test_auto_is_resolved() -> None:
     assert resolve_strategy(Serial(), Environment(8)) == Serial(threads=8)
-    # picked when first exchanged
+    # the all-reduce is chosen at the first exchange
     assert resolve_strategy(Data("auto"), Environment(8)) == Data(
         8, reduce="auto", state="replicated"
     )
@@ -249,7 +251,7 @@ def test_auto_is_resolved() -> None:
         8, reduce=Native(), state="replicated"
     )
     assert resolve_strategy(Data("auto"), Environment(8, ranks=3)).workers == 3
-    # data(auto) with --device cuda took a rank per core, and many ranks shared a GPU
+    # Earlier, data(auto) with --device cuda used one rank per core, so many ranks shared a GPU.
     assert resolve_strategy(Data("auto"), Environment(8, gpus=2)).workers == 2
     assert resolve_strategy(Data("auto"), Environment(8, ranks=3, gpus=2)).workers == 3
     assert resolve_strategy(strategy("local(auto)"), Environment(8, gpus=2)).workers == 2

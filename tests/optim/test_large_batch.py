@@ -1,6 +1,7 @@
-"""What a job needs whose batch is larger: rates of its own schedule, reached gradually; LARS
-and LAMB, beside their papers' formulas; and the gradient noise scale, on problems of which it
-is known.
+"""Training with a larger batch: scaled learning rates, LARS and LAMB, and the noise scale.
+
+Scaled rates follow the job's own schedule after a warm-up. LARS and LAMB equal the formulas of
+their papers. The gradient noise scale is measured on problems whose noise scale is known.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ STEPS = 20
 
 # ---- rates -----------------------------------------------------------------------------------
 def rates(make: Callable[[torch.optim.Optimizer], Any], steps: int, lr: float = 0.1) -> list[float]:
-    """Of each step, that plain torch's loop would make."""
+    """Return the learning rate of each step in a loop of plain torch."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=lr)
     scheduler = make(optimizer)
     found = []
@@ -69,12 +70,13 @@ OWN: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 }
 
 
-# torch's own, of one of its schedulers
+# torch gives this warning itself, for one of its schedulers
 @pytest.mark.filterwarnings("ignore:The epoch parameter")
 @pytest.mark.parametrize("own", OWN)
 def test_scaled_schedule_keeps_its_place_in_an_epoch(own: str) -> None:
-    """Of 12 steps an epoch it has made as many at its end, by a batch four times as large (3
-    steps), and by a smaller one.
+    """At the end of an epoch, the scheduler has made the 12 steps of the original batch.
+
+    This holds for a batch four times as large (3 steps), and also for a smaller one.
     """
     serial = rates(OWN[own], 36)
     for steps in (3, 5, 24):
@@ -115,7 +117,7 @@ def test_job_stores_its_original_batch_size() -> None:
     made = job("vectors", lambda: nn.Linear(10, 4), VECTORS).replace(batch=12, optimizer=plain)
     assert made.replace(batch=24).replace(batch=48).own_batch == 12
     assert made.replace(epochs=3).own_batch is None
-    # which is for 24
+    # the new optimizer is meant for the batch of 24
     assert made.replace(batch=24).replace(optimizer=plain).own_batch is None
     large = made.replace(batch=24, scale_lr="linear").replace(batch=29)
     checked = validate_run(large, "serial")
@@ -125,7 +127,7 @@ def test_job_stores_its_original_batch_size() -> None:
     assert checked.job.scheduler is not None
     checked.job.scheduler(optimizer)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 29 / 12)
-    assert validate_run(checked.job, "serial").inspection.rate_scaling is None  # and once is enough
+    assert validate_run(checked.job, "serial").inspection.rate_scaling is None  # no second scaling
 
 
 def test_invalid_scheduler_is_refused() -> None:
@@ -142,7 +144,7 @@ def test_invalid_scheduler_is_refused() -> None:
 
 @pytest.mark.parametrize("text", ["serial", "data(2)", "server(2, servers=2)"])
 def test_large_batch_training_equals_plain_torch(text: str, tmp_path: Path) -> None:
-    """Beside plain torch, which is told the rates."""
+    """The losses equal those of an unscaled job with the expected rates as its own schedule."""
     made = job(
         "vectors", lambda: nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 4)), VECTORS
     ).replace(
@@ -201,8 +203,9 @@ def lars(
     decay: float,
     trust: float,
 ) -> None:
-    """Algorithm 1 of arXiv 1708.03888, number by number, and Goyal's correction for a rate that
-    was another one before.
+    """Make a step of Algorithm 1 of arXiv 1708.03888, number by number.
+
+    If the learning rate has changed, apply the correction of Goyal.
     """
     for w, g, v in zip(weights, gradients, kept, strict=True):
         length = math.sqrt(sum(each * each for each in w))
@@ -227,7 +230,7 @@ def lamb(
     eps: float,
     decay: float,
 ) -> None:
-    """Algorithm 2 of arXiv 1904.00962, number by number."""
+    """Make a step of Algorithm 2 of arXiv 1904.00962, number by number."""
     for w, g, m, v in zip(weights, gradients, means, squares, strict=True):
         move = []
         for place in range(len(w)):
@@ -244,7 +247,7 @@ def lamb(
 
 
 def begun() -> tuple[list[nn.Parameter], list[list[float]]]:
-    """A matrix, a vector, and one that begins as zeros."""
+    """Return three parameters: a matrix, a vector, and a vector of zeros; and their values."""
     made = [
         nn.Parameter(numbers(3, 4, seed=1).double()),
         nn.Parameter(numbers(5, seed=2).double()),
@@ -254,7 +257,7 @@ def begun() -> tuple[list[nn.Parameter], list[list[float]]]:
 
 
 def given(parameters: list[nn.Parameter], step: int) -> list[list[float]]:
-    """Gradients of a step; the last one's are zeros now and then."""
+    """Set and return the gradients of a step; in every third step, the last one is zero."""
     for place, each in enumerate(parameters):
         each.grad = numbers(*each.shape, seed=100 * step + place).double() * (
             0.0 if place == 2 and step % 3 == 0 else 1.0
@@ -342,7 +345,7 @@ def weights_of(trainer: Trainer) -> State:
 )
 @pytest.mark.parametrize("name", LAYERED)
 def test_layerwise_norms_are_of_whole_tensors(pool: Launcher, name: str, text: str) -> None:
-    """In shared memory each tensor is updated by one rank."""
+    """LARS and LAMB use norms of whole tensors; in shared memory, one rank updates each tensor."""
     made = job(
         "vectors", lambda: nn.Sequential(nn.Linear(10, 40), nn.Tanh(), nn.Linear(40, 4)), VECTORS
     ).replace(dtype=torch.float64, epochs=8, optimizer=LAYERED[name])
@@ -365,8 +368,9 @@ def test_servers_that_divide_tensors_refuse_them() -> None:
 
 # ---- the noise scale -------------------------------------------------------------------------
 def regression(samples: int = 8192) -> tuple[pg.Job, float]:
-    """(a linear regression whose parameters stay as they are, its noise scale: by the gradients
-    of all samples).
+    """Return a linear regression whose parameters never change, and its noise scale.
+
+    The noise scale is computed from the gradients of all samples.
     """
     inputs = numbers(samples, 6, seed=3).double()
     targets = (inputs @ numbers(6, 1, seed=4).double()) + 3 * numbers(samples, 1, seed=5).double()
@@ -406,8 +410,9 @@ def half_square(output: Tensor, target: Tensor) -> Tensor:
     ],
 )
 def test_noise_scale_of_a_known_problem(text: str, tmp_path: Path) -> None:
-    """1,000 steps at fixed parameters; the bound is that of the issue the estimate was made
-    for.
+    """The estimate after 1,000 steps with fixed parameters is right within 20 %.
+
+    This bound comes from the issue for which the estimate was written.
     """
     made, scale = regression()
     run = pg.train(made, text, runs=tmp_path, noise_scale=1, limit=1000)
@@ -429,8 +434,10 @@ def test_noise_scale_of_a_known_problem(text: str, tmp_path: Path) -> None:
     ],
 )
 def test_noise_scale_norms_equal_plain_torch(text: str, tmp_path: Path) -> None:
-    """Of the first micro-batch of every rank, before it is exchanged, and of the mean, also of
-    a short last batch.
+    """Every rank records two squared norms, also for a short last batch.
+
+    One is of its gradient after the first micro-batch, before the exchange. The other is of the
+    mean gradient.
     """
     made, _ = regression(samples=100)
     made = made.replace(batch=32, epochs=1)
@@ -458,7 +465,7 @@ def test_noise_scale_norms_equal_plain_torch(text: str, tmp_path: Path) -> None:
 
 
 def test_unequal_shares_use_the_harmonic_mean() -> None:
-    """Worked by hand: b = 2 / (1/1 + 1/3) = 1.5, B = 4, (9 + 3) / 2 = 6 and 3.5."""
+    """The result is computed by hand: b = 2 / (1/1 + 1/3) = 1.5, B = 4, (9 + 3) / 2 = 6 and 3.5."""
     lines = [
         {"noise": [9.0, 1.0, 3.5], "loss": [0.0, 1.0]},
         {"noise": [3.0, 3.0, 3.5], "loss": [0.0, 3.0]},
@@ -466,7 +473,7 @@ def test_unequal_shares_use_the_harmonic_mean() -> None:
     found = estimate_step_noise(lines)
     assert found is not None
     assert found == pytest.approx((2.5 / (1 / 1.5 - 1 / 4), (4 * 3.5 - 1.5 * 6) / 2.5, 4))
-    # one part of one
+    # one part only, so there is no estimate
     assert estimate_step_noise([{"noise": [9.0, 4.0, 3.5], "loss": [0.0, 4.0]}]) is None
     assert estimate_step_noise([{"noise": None, "loss": [0.0, 4.0]}]) is None
 
@@ -474,8 +481,9 @@ def test_unequal_shares_use_the_harmonic_mean() -> None:
 def test_noise_scale_of_tokens_is_compared_with_tokens(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It was printed beside the batch, in sequences: a batch 64 times as large as the useful
-    one was called too small.
+    """Earlier, the noise scale in tokens was printed next to the batch in sequences.
+
+    So a batch that was 64 times larger than the useful one was called too small.
     """
     made = pg.Job(
         name="tokens",

@@ -1,4 +1,4 @@
-"""The learning rates of every scheduler of torch equal those of a plain loop, in both units."""
+"""Every scheduler of torch gives the learning rates of a plain loop, by epoch and by step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.processes
 
 EPOCHS, STEPS = 3, 4  # steps of an epoch
 RESUMED = 6  # in the middle of the second epoch
-# schedulers of torch that are not here, and what refuses them
+# classes of torch that are not tested here: the base class, and one that needs a metric
 REFUSED = {"LRScheduler", "ReduceLROnPlateau"}
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], schedulers.LRScheduler]] = {
     "LambdaLR": lambda optimizer: schedulers.LambdaLR(optimizer, lambda step: 0.9**step),
@@ -94,7 +94,7 @@ def test_every_scheduler_of_torch_is_tried() -> None:
 def test_rates_equal_those_of_a_plain_loop(
     name: str, unit: str, strategy: str, tmp_path: Path
 ) -> None:
-    """A cosine over the epochs fell to 0 within as many steps."""
+    """Earlier, a cosine over some number of epochs fell to 0 within that number of steps."""
     made = job(
         "vectors", lambda: nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 4)), VECTORS
     )

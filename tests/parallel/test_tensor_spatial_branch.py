@@ -1,5 +1,6 @@
-"""tensor, spatial, integrated, branch: the same training as serial's, with the neurons of each
-layer over ranks, or the pixels, or branches.
+"""Training with tensor, spatial, integrated and branch parallelism equals serial training.
+
+These strategies divide the neurons of each layer, the pixels, or the branches over ranks.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm")]
 
 @pytest.fixture
 def steps(request: pytest.FixtureRequest) -> int:
-    """A sample's, or those of the whole table."""
+    """Return the number of steps: BRIEF in the sample, and COMPARED_STEPS in the whole table."""
     return COMPARED_STEPS if request.node.get_closest_marker("table") else BRIEF
 
 
@@ -73,9 +74,9 @@ def test_branch_parallel_equals_serial(pool: Launcher, row: str, column: str, st
     assert found(pool, row, WITH_BRANCHES[column], steps).value <= 1e-10
 
 
-# ---- odd models ------------------------------------------------------------------------------
+# ---- unusual models --------------------------------------------------------------------------
 class Centred(nn.Module):
-    """A running mean as users write it: the buffer is another tensor after each forward."""
+    """A running mean as users write it: each forward replaces the buffer by another tensor."""
 
     def __init__(self, features: int) -> None:
         super().__init__()
@@ -101,8 +102,9 @@ def centred() -> nn.Module:
     ],
 )
 def test_buffer_recreated_by_a_forward(pool: Launcher, row: str) -> None:
-    """It is whole on every rank: pieces that stand for what was there at first would be found
-    in every step.
+    """A buffer that a forward replaces is whole on every rank.
+
+    If ranks held pieces of the first tensor, every step would read these pieces.
     """
     assert found(pool, row, job("centred", centred, VECTORS), BRIEF).value <= 1e-10
 
@@ -126,7 +128,7 @@ def test_branch_buffer_recreated_by_a_forward(pool: Launcher) -> None:
 
 
 class Counting(nn.Module):
-    """The same in place: an augmented assignment gives a module's buffer to itself."""
+    """A running mean in place: an augmented assignment sets a module's buffer to itself."""
 
     def __init__(self, features: int) -> None:
         super().__init__()
@@ -167,8 +169,10 @@ def test_buffer_changed_in_place_by_a_forward(
 
 
 class Dreaming(nn.Module):
-    """What a user's model draws in a test too: dropout that stays on, noise on hidden values,
-    noise that a training has not.
+    """A layer that draws random numbers in a test too.
+
+    Its dropout stays on. In a test, it adds noise to hidden values, which it does not do in
+    training.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -179,7 +183,10 @@ class Dreaming(nn.Module):
 
 
 class Elsewhere(nn.Module):
-    """By generators that are not torch's, one of which decides what is called."""
+    """A layer that draws in a test, from generators that are not torch's.
+
+    One draw decides which function is called.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
@@ -189,7 +196,7 @@ class Elsewhere(nn.Module):
 
 
 class Lasting(nn.Module):
-    """Dropout as it is left on to see how sure a model is."""
+    """A dropout that stays on in a test, to show how certain a model is."""
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.dropout(x, 0.3)
@@ -299,8 +306,10 @@ def test_draws_in_an_evaluation_equal_serial(
     data: TensorDataset,
     rows: list[str],
 ) -> None:
-    """Every rank of a layer drew by itself, so what ranks held of one value did not belong
-    together, and a test said so to nobody.
+    """Random draws in a test give the same result as in serial.
+
+    Earlier, every rank of a layer drew its own numbers. The pieces of one value did not fit
+    together, and the test reported no error.
     """
     assert_tests_alike(
         pool,
@@ -311,7 +320,7 @@ def test_draws_in_an_evaluation_equal_serial(
 
 
 def assert_tests_alike(pool: Launcher, folder: Path, made: pg.Job, rows: list[str]) -> None:
-    """What a test says after a training."""
+    """Assert that the test after a training gives the same result as serial under each strategy."""
     for at in range(len(rows) + 1):
         (folder / str(at)).mkdir()
     serial, *others = [
@@ -328,8 +337,9 @@ class Plain(Towers):
 
 
 class Late(Plain):
-    """What begins to be drawn in the third step: in a branch, by a function that draws inside
-    of what it does.
+    """A model in which a branch begins to draw in the third step.
+
+    The function `draw` draws random numbers inside of its computation.
     """
 
     def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
@@ -372,8 +382,10 @@ def from_numpy(x: Tensor) -> Tensor:
 def test_late_draws_outside_of_keyed_generators_are_reported(
     pool: Launcher, tmp_path: Path, row: str, draw: Callable[[Tensor], Tensor], told: str
 ) -> None:
-    """A branch of which others do not know that it draws is another draw ahead of them from
-    then on; numbers of numpy are each rank's own. Neither was said.
+    """Late draws that ranks cannot repeat are reported.
+
+    If other ranks do not know that a branch draws, its rank is one draw ahead of them from then on.
+    Numbers from numpy differ on every rank. Earlier, neither was reported.
     """
     with pytest.raises(pg.RankFailed, match=told):
         train_on_ranks(
@@ -413,7 +425,7 @@ class Sloping(nn.Module):
     ],
 )
 def test_model_that_cannot_be_evaluated_is_refused_at_start(text: str, told: str) -> None:
-    """It was trained for an epoch, and then a rank died in the test."""
+    """Earlier, the model was trained for an epoch, and then a rank failed in the test."""
     with pytest.raises(pg.Refused, match=told):
         validate_run(
             job("sloping", Sloping, VECTORS, test=VECTORS, metric=surprise), text, Settings()
@@ -432,7 +444,7 @@ def penalised(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
 
 
 def test_loss_that_takes_gradients_is_refused_at_start() -> None:
-    """Its training ended in the first test."""
+    """Earlier, the training failed in the first test."""
     with pytest.raises(
         pg.Refused,
         match=r"the loss, in a test \(eval mode, without gradients\), raised Run.*; give",
@@ -445,7 +457,7 @@ def test_loss_that_takes_gradients_is_refused_at_start() -> None:
 
 
 def test_images_of_one_row_are_refused_at_start() -> None:
-    """The repair was spatial(1)."""
+    """Earlier, the message gave spatial(1) as the repair."""
     lines = TensorDataset(numbers(30, 2, 1, 8, seed=3), IMAGES.tensors[1])
     model = functools.partial(
         nn.Sequential, nn.Conv2d(2, 4, (1, 3)), nn.Flatten(), nn.Linear(24, 4)
@@ -465,8 +477,9 @@ def test_branches_under_autocast_are_refused_at_start() -> None:
 
 
 class Remembering(nn.Module):
-    """A U-Net's way down, made again in backward: at its end a strided convolution, for which
-    the first rank needs no halo.
+    """The downward path of a U-Net, recomputed in backward.
+
+    It ends with a strided convolution for which the first rank needs no halo.
     """
 
     def __init__(self) -> None:
@@ -482,8 +495,10 @@ class Remembering(nn.Module):
 
 @pytest.mark.parametrize("rows", [2, 3])
 def test_halo_exchange_at_the_end_of_a_checkpoint(pool: Launcher, rows: int) -> None:
-    """One rank stopped before it had answered its neighbour, who waited. Over gloo, where
-    nobody else is there to be heard.
+    """A rank sends its halo before a recomputation ends.
+
+    Earlier, one rank stopped the recomputation before it had answered its neighbour, which then
+    waited for ever. The ranks of this test communicate over gloo.
     """
     tall = TensorDataset(numbers(12, 2, 48, 4, seed=3), whole(4, 12, seed=4))
     made = job("remembering", Remembering, tall, batch=4, epochs=1)
@@ -491,7 +506,7 @@ def test_halo_exchange_at_the_end_of_a_checkpoint(pool: Launcher, rows: int) -> 
 
 
 class Viewed(Plain):
-    """A branch's value is shown to all, and then changed by a view of it."""
+    """A model that uses a branch's value on all ranks, and then changes it through a view."""
 
     def forward(self, x: Tensor) -> Tensor:
         first, second = (tower(x) * 1 for tower in self.towers)
@@ -505,7 +520,7 @@ def test_gathered_value_changed_through_a_view(pool: Launcher) -> None:
 
 
 class Meshed(nn.Module):
-    """torch.meshgrid asks once more, from a helper of its own."""
+    """A model that calls torch.meshgrid, which dispatches a second time from its own helper."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -523,7 +538,7 @@ def test_function_that_dispatches_twice(pool: Launcher) -> None:
 
 
 class NormedTwice(Plain):
-    """Branches of two forks that share statistics, and nothing to train."""
+    """Branches of two forks that share a batch norm with statistics and without parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -537,12 +552,12 @@ class NormedTwice(Plain):
 
 @pytest.mark.parametrize("row", ["branch(2)", "data(2) * branch(2)"])
 def test_statistics_shared_by_branches(pool: Launcher, row: str) -> None:
-    """Whose branch it was in changed them alone."""
+    """Earlier, only the rank whose branch called the norm changed the statistics."""
     assert found(pool, row, job("normed twice", NormedTwice, VECTORS), BRIEF).value <= 1e-10
 
 
 class Kept(Plain):
-    """Takes parameters from a list of its own: as they were when that was made."""
+    """A model that uses parameters from a list that its constructor made."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -567,8 +582,10 @@ class Kept(Plain):
     ],
 )
 def test_parameters_outside_of_modules_are_refused_at_start(row: str) -> None:
-    """On a rank they were others from the first update on, and the training was another one,
-    without a word.
+    """A model that keeps parameters outside of its modules is refused.
+
+    Earlier, the kept parameters differed from the rank's own from the first update on. The training
+    was different, without an error.
     """
     with pytest.raises(
         pg.Refused,
@@ -578,7 +595,10 @@ def test_parameters_outside_of_modules_are_refused_at_start(row: str) -> None:
 
 
 def test_dead_weak_proxy_keeps_no_parameter() -> None:
-    """Whoever asks it what it is gets a ReferenceError, and so did the door."""
+    """To read the type of a dead weak proxy raises ReferenceError.
+
+    Earlier, the check of a model's attributes failed with this error.
+    """
     gone = weakref.proxy(nn.Linear(1, 1))
     model = nn.Sequential(nn.Linear(2, 2))
     model.parents = {"all": [gone]}  # type: ignore[assignment]
@@ -587,7 +607,7 @@ def test_dead_weak_proxy_keeps_no_parameter() -> None:
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
 def test_module_that_torch_cannot_copy_is_refused_at_start() -> None:
-    """It was told by a rank, without a repair."""
+    """Earlier, a rank reported that the module cannot be copied, and gave no repair."""
     made = job(
         "old norm",
         lambda: nn.Sequential(nn.utils.weight_norm(nn.Linear(10, 8)), nn.Tanh(), nn.Linear(8, 4)),
@@ -603,7 +623,7 @@ def test_module_that_torch_cannot_copy_is_refused_at_start() -> None:
 def test_unsupported_control_flow_is_reported_with_its_cause(
     pool: Launcher, tmp_path: Path
 ) -> None:
-    """A model under tensor was to be cut elsewhere, which tensor knows nothing of."""
+    """Earlier, the message said to cut the model elsewhere, but tensor cuts no model."""
     made = job(
         "by state",
         lambda: ByState(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 1)),
@@ -618,7 +638,7 @@ def test_unsupported_control_flow_is_reported_with_its_cause(
 
 
 class Averaged(Plain):
-    """Tests an average of its parameters, and trains by way of torch.func too."""
+    """A model that uses an average of its parameters in a test, and torch.func in all forwards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -656,8 +676,9 @@ class Averaged(Plain):
 def test_functional_call_uses_the_given_parameters(
     pool: Launcher, tmp_path: Path, row: str
 ) -> None:
-    """Modules found their own pieces first, not what torch.func had put in the place of their
-    parameters.
+    """Modules use the parameters that torch.func sets.
+
+    Earlier, modules found their own shards first.
     """
     made = job("averaged", Averaged, VECTORS, test=VECTORS, dtype=torch.float64)
     assert found(pool, row, made, BRIEF).value <= 1e-10
@@ -665,7 +686,7 @@ def test_functional_call_uses_the_given_parameters(
 
 
 class Masking(nn.Module):
-    """Changes a part of a value in a test."""
+    """A model that changes a part of a value in place in a test."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -704,7 +725,7 @@ def test_gathered_view_is_not_changed_in_place(
     data: TensorDataset,
     told: str,
 ) -> None:
-    """What was changed was a copy, and the test's number another one, without a word."""
+    """Earlier, a copy was changed, and the test's result was different, without an error."""
     with pytest.raises(
         pg.RankFailed, match=f"{told} changes in place a view of a value that is divided over ranks"
     ):
@@ -728,7 +749,7 @@ class Hooked(nn.Module):
 
 
 def test_hook_on_a_gathered_view(pool: Launcher) -> None:
-    """It was put on another tensor, which nobody used."""
+    """Earlier, the hook was registered on another tensor, which no operation used."""
     assert found(pool, "spatial(2)", job("hooked", Hooked, IMAGES), BRIEF).value <= 1e-10
 
 
@@ -744,7 +765,7 @@ class OfAnySize(Dataset[tuple[Tensor, int]]):
 
 @pytest.mark.parametrize("row", ["tensor(2)", "spatial(2)"])
 def test_samples_that_cannot_share_a_batch(pool: Launcher, row: str) -> None:
-    """The door put two of them together, which the job does not."""
+    """Earlier, the check before the start put two samples into one batch. The job never does."""
     made = job(
         "of any size",
         lambda: nn.Sequential(
@@ -783,8 +804,10 @@ job = pg.Job(name="looked-up", model=LookedUp, loss=nn.functional.cross_entropy,
 
 @pytest.mark.table
 def test_gradients_summed_by_threads_in_any_order(tmp_path: Path) -> None:
-    """Backward of x[index] does, so that copies of a table differed from rank to rank, and a
-    forward that writes to it was blamed. Torch adds in one order where it is told to.
+    """torch sums gradients in one order if it is told to.
+
+    Threads sum the backward of x[index] in any order. Copies of a table then differed between
+    ranks, and an error blamed a forward that writes to it.
     """
     (tmp_path / "looked_up.py").write_text(LOOKED_UP)
     done = subprocess.run(
@@ -799,8 +822,9 @@ def test_gradients_summed_by_threads_in_any_order(tmp_path: Path) -> None:
 
 
 class PreActivation(nn.Module):
-    """As in a ResNet v2 or MaxViT: beside a projection, a branch that begins with a norm of
-    what both are made of.
+    """A block as in a ResNet v2 or MaxViT: a projection, and a branch that begins with a norm.
+
+    Both have the same input.
     """
 
     def __init__(self, norm: Callable[[int], nn.Module]) -> None:
@@ -829,8 +853,10 @@ class PreActivation(nn.Module):
 def test_branch_that_begins_with_a_norm(
     pool: Launcher, row: str, norm: Callable[[int], nn.Module]
 ) -> None:
-    """It was taken for one of the trunk, as what it is given is on all ranks, and wrote its
-    statistics to copies of its own.
+    """A norm at the beginning of a branch belongs to the branch.
+
+    Earlier, it was counted as part of the trunk, because its input is on all ranks. Each rank wrote
+    the statistics to a copy of its own.
     """
     assert (
         found(
@@ -841,8 +867,9 @@ def test_branch_that_begins_with_a_norm(
 
 
 class Shared(nn.Module):
-    """Two forks, in each a norm with statistics of its own, and one weight and bias for
-    both.
+    """A model with two forks; each has a norm with its own statistics.
+
+    Both norms share one weight and one bias.
     """
 
     def __init__(self) -> None:
@@ -856,7 +883,7 @@ class Shared(nn.Module):
 
 
 def test_branch_statistics_with_a_trunk_weight_are_refused() -> None:
-    """They were written to copies."""
+    """Earlier, the statistics of the norms in branches were written to copies."""
     with pytest.raises(
         pg.Refused,
         match="batch_norm changes a value of a branch that one rank has by values of other ranks",
@@ -874,8 +901,10 @@ def spectral(of: Callable[[nn.Module], nn.Module]) -> nn.Module:
     "of", [nn.utils.parametrizations.spectral_norm, nn.utils.spectral_norm], ids=["new", "old"]
 )
 def test_branch_with_a_spectral_norm(pool: Launcher, of: Callable[[nn.Module], nn.Module]) -> None:
-    """Torch's writes its vectors by out=, and assigns what comes back: that was another
-    tensor.
+    """A branch with a spectral norm equals serial.
+
+    torch's spectral norm writes its vectors by `out=`, and assigns the result. Earlier, the result
+    was another tensor.
     """
     assert (
         found(
@@ -910,12 +939,12 @@ def of_heads(output: Heads, target: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("row", ["branch(2)", "tensor(2)"])
 def test_output_heads_in_a_dataclass(pool: Launcher, row: str) -> None:
-    """The model was said to have no branches."""
+    """Earlier, the message said that the model has no branches."""
     assert found(pool, row, job("heads", TwoHeads, VECTORS, loss=of_heads), BRIEF).value <= 1e-10
 
 
 class ByNorms(torch.optim.SGD):
-    """All gradients by the norm of all of them."""
+    """An SGD that divides all gradients by their common norm."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -940,8 +969,9 @@ def hooked_sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 class Listing(torch.optim.SGD):
-    """With a list of its own, as SAM and Lookahead have: on a rank that is not of the
-    parameters that are trained.
+    """An SGD with a list of parameters of its own, as SAM and Lookahead have.
+
+    On a rank, this list does not hold the parameters that are trained.
     """
 
     def __init__(self, parameters: Any) -> None:
@@ -967,8 +997,10 @@ OF_WHOLE = {
     "row", ["spatial(2)", "data(2) * spatial(2)", "branch(2)", "data(2) * branch(2)"]
 )
 def test_whole_tensor_optimizer_gets_whole_tensors(pool: Launcher, row: str) -> None:
-    """Where every rank has every parameter, whole, and where each is one rank's, it was
-    refused: they were cut, it said.
+    """An optimizer that needs whole tensors is accepted if every parameter is whole.
+
+    Every rank has all parameters, or each parameter is on one rank. Earlier, the optimizer was
+    refused, with the message that the parameters are cut.
     """
     model = functools.partial(PreActivation, nn.BatchNorm2d)
     made = job("of whole tensors", model, IMAGES, optimizer=OF_WHOLE["Adafactor"])
@@ -1015,7 +1047,10 @@ def test_optimizer_of_tensors_no_rank_holds_is_refused(row: str, optimizer: str,
 
 
 class InnerGradient(torch.autograd.Function):
-    """Takes gradients in its backward; that of an output that nothing uses is None."""
+    """An autograd function that computes gradients in its backward.
+
+    The gradient of an output that is not used is None.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""`reduce=auto`: what it tries is proved at the size of the world before it is played."""
+"""`reduce=auto` proves every candidate at the size of the world, before it runs it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.processes
 
 
 class Hasty(Choice):
-    """A ring that leaves out a chunk: the quickest of all by the clock."""
+    """A wrong ring that leaves out a chunk, so that the clock predicts the shortest time."""
 
     def parts(self, size: int) -> int:
         return size
@@ -45,8 +45,10 @@ class Hasty(Choice):
 
 
 def picked(world: World, *algorithms: Choice) -> tuple[str, int, list[str]]:
-    """What was picked among some, or why nothing was; how many exchanges were played for it,
-    and what rank 0 proved.
+    """Let `auto` choose among some algorithms.
+
+    Returns the chosen algorithm or the error, the number of exchanges that ran, and what rank 0
+    proved.
     """
     played: list[Choice] = []
     proved: list[str] = []
@@ -75,8 +77,9 @@ def picked(world: World, *algorithms: Choice) -> tuple[str, int, list[str]]:
 
 
 def test_invalid_all_reduce_is_never_executed(pool: Launcher) -> None:
-    """`auto` played whatever stood in its list, while an algorithm that was named was proved at
-    the door.
+    """Earlier, `auto` ran every algorithm of its list without a proof.
+
+    Only an algorithm that the user named was proved, before the run started.
     """
     for rank, (said, played, proved) in enumerate(pool.run(picked, Ring(), Hasty(), size=3)):
         assert said == (
@@ -84,12 +87,12 @@ def test_invalid_all_reduce_is_never_executed(pool: Launcher) -> None:
             "slot 0: it never takes that slot; name another, such as reduce=native"
         )
         assert played == 0
-        # it is before the ring, as the quicker
+        # It is proved first, because it is predicted to be faster than the ring.
         assert proved == (["hasty of 3"] if rank == 0 else [])
 
 
 def test_candidates_are_proved_once_for_all_lengths(pool: Launcher) -> None:
-    """Groups of two levels too, by rank 0 for all."""
+    """Rank 0 proves the candidates for all ranks, also those with groups of two levels."""
     for rank, (said, played, proved) in enumerate(
         pool.run(picked, Ring(), TwoLevel(group=2), size=4)
     ):
@@ -99,8 +102,9 @@ def test_candidates_are_proved_once_for_all_lengths(pool: Launcher) -> None:
 
 
 def turns(world: World, native: float) -> tuple[str, dict[str, int]]:
-    """What was picked where the backend's own takes so many seconds and others from 1 ms on;
-    how often each was timed.
+    """Return the chosen algorithm, and how often each was timed.
+
+    The backend's own all-reduce takes `native` seconds, the others 1 ms, 2 ms and so on.
     """
     times: Counter[str] = Counter()
     others: list[Choice] = [
@@ -135,12 +139,13 @@ def turns(world: World, native: float) -> tuple[str, dict[str, int]]:
 def test_backend_all_reduce_is_timed_in_every_round(
     pool: Launcher,
 ) -> None:
-    """One disturbed turn of the first stage dropped what was the quickest, the backend's own
-    too.
+    """Earlier, one disturbed turn in the first stage could remove the fastest candidate.
+
+    It could even remove the backend's own all-reduce.
     """
     for native, best in ((1.0, "ring"), (1e-3, "native")):
         for said, times in pool.run(turns, native, size=3):
             assert said == best
             assert times["native"] == times["ring"] == max(times.values())
             assert min(times.values()) >= algorithm_choice.MIN_TURNS
-            assert len(set(times.values())) > 1  # there were stages
+            assert len(set(times.values())) > 1  # some were timed in fewer stages

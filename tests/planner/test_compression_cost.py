@@ -1,4 +1,4 @@
-"""When compressing pays: by closed form, worked by hand."""
+"""When compression saves time: closed forms, compared with results computed by hand."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ def priced(
 
 
 def test_sparse_message_goes_to_all_ranks() -> None:
-    """4 ranks, 4 MB, a hundredth of the entries with an index each: 80,000 bytes to each of
-    three others.
+    """4 ranks with 4 MB send a hundredth of the entries, each with its index.
+
+    So each rank sends 80,000 bytes to each of the three others.
     """
     found = priced("data(4, compress=top_k(0.01))")
     assert found.payload == 80_000
@@ -52,14 +53,17 @@ def test_additive_compressor_uses_the_all_reduce() -> None:
     assert found.exchange == pytest.approx(6 * 1e-4 + 1.5 * 2e6 * 1e-8 + 0.75 * 2e6 * 1e-10)
     assert found.compute == pytest.approx(4e6 * 1.1e-10)
     matrix = priced("data(4, compress=power_sgd(1))", size=4 * MB)
-    assert matrix.payload == 4 * 2 * 1000  # a square matrix of a million
+    assert matrix.payload == 4 * 2 * 1000  # a square matrix of a million entries
     assert matrix.exchange == pytest.approx(
         2 * (6 * 1e-4 + 1.5 * 4000 * 1e-8 + 0.75 * 4000 * 1e-10)
     )
 
 
 def test_larger_sparse_messages_are_sent_dense() -> None:
-    """r p is the ratio on the wire: of a hundredth, 100 ranks send as much as of all."""
+    """With p ranks and a fraction r of entries, the ratio of bytes sent is r p.
+
+    If r is a hundredth, 100 ranks send as much as without compression.
+    """
     assert not priced("data(90, compress=top_k(0.01))").sends_whole_vectors
     found = priced("data(110, compress=top_k(0.01))")
     assert found.sends_whole_vectors
@@ -85,22 +89,22 @@ def test_compression_pays_below_a_bandwidth_only(text: str) -> None:
 
 
 def test_compression_pays_from_some_length_on() -> None:
-    """Of what is sent in two rounds where one would do, what is saved has to be worth a
-    round.
-    """
+    """PowerSGD sends in two rounds instead of one, so it must save the time of one round."""
     ((first, end),) = priced("data(4, compress=power_sgd(1))", costs=(1e-10, 1e-10)).paying_lengths
     assert 4 * 2048 < first < 4 * MB
     assert end == float("inf")
     assert priced("data(4, compress=power_sgd(1))", int(1.01 * first), (1e-10, 1e-10)).is_faster
     assert not priced("data(4, compress=power_sgd(1))", int(0.99 * first), (1e-10, 1e-10)).is_faster
-    # shorter ones are sent as they are
+    # shorter vectors are sent without compression
     assert priced("data(4, compress=top_k(0.01))").paying_lengths[0][0] >= 4 * 2048
     assert not priced("data(4, compress=top_k(0.01))", costs=(1e-6, 1e-6)).paying_lengths
 
 
 def test_costly_compressor_may_pay_for_short_vectors_only() -> None:
-    """To all there are fewer messages than along a ring; it was said to pay for none, beside a
-    vector for which it does.
+    """Sending to all ranks needs fewer messages than a ring, which saves time for short vectors.
+
+    Earlier, the report said that compression pays for no length, next to a vector for which it
+    does pay.
     """
     ((first, end),) = priced("data(4, compress=int8)", costs=(5e-9, 1e-9)).paying_lengths
     assert first == 4 * 2048

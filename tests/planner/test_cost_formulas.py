@@ -1,5 +1,6 @@
-"""Closed forms against the clock and the proof, at every size up to 64; cross-over points
-against the reference.
+"""Closed forms of the costs equal the clock and the proof, at every number of ranks up to 64.
+
+Cross-over points equal those of the reference.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ FORMS: list[ComposedAllReduce] = [
     RingAsync(2),
     Ring(blocking=True),
 ]
-# seconds, and whole halves: times are exact in floats
+# seconds; multiples of powers of two, so that times are exact in floats
 LINK = Link(alpha=3.0, beta=0.5)
 GAMMA = 0.25
 
 
 def divisible(size: int) -> int:
-    """A length that cuts into equal parts for every algorithm."""
+    """Return a length that every algorithm divides into equal parts."""
     return 12 * count_inner_ranks(size) * size
 
 
@@ -69,10 +70,10 @@ def test_closed_forms_equal_the_clock(schedule: ComposedAllReduce, sizes: range)
             if gamma and (
                 (schedule == Tree() and folds) or (schedule == Ring(blocking=True) and size % 2)
             ):
-                # an addition more hides
+                # one more addition may overlap with messages
                 assert closed - form.added * gamma <= clocked <= closed, size
             elif gamma and isinstance(schedule, Halving) and folds:
-                # those who do not fold are early, and in the way
+                # ranks that do not fold begin early, and delay the others
                 assert closed <= clocked <= 1.05 * closed, size
             else:
                 assert clocked == closed, size
@@ -144,8 +145,9 @@ def test_two_level_cost_is_the_sum_of_its_parts(schedule: TwoLevel, size: int) -
 
 
 def test_double_tree_reaches_the_bytes_of_the_ring() -> None:
-    """2 n beta for long vectors in many segments (Sanders, Speck, Traff 2009), where one tree
-    takes 2 ceil(lg p) n beta.
+    """A double tree takes 2 n beta for long vectors in many segments.
+
+    The source is Sanders, Speck, Traff 2009. One tree takes 2 ceil(lg p) n beta.
     """
     for size in (4, 6, 8, 12, 15, 32):
         length = 2 * 64 * 4096
@@ -156,7 +158,7 @@ def test_double_tree_reaches_the_bytes_of_the_ring() -> None:
 
 
 # ---- cross-over points -----------------------------------------------------------------------
-# 20 us, 2 GB/s, 8 GB/s
+# latency 20 us, bandwidth 2 GB/s, additions 8 GB/s
 ALPHA = 20e-6
 BETA = 1 / 2e9
 GAMMA_ = 1 / 8e9
@@ -172,7 +174,7 @@ def test_butterfly_and_halving_cross_as_in_the_reference(size: int, kilobytes: i
 
 @pytest.mark.parametrize("size", [2**k for k in range(3, 13)])
 def test_cross_over_points_from_8_to_4096_ranks(size: int) -> None:
-    """Each as the formulas of the literature have it, solved for n."""
+    """Each cross-over point equals the formulas of the literature, solved for n."""
     rounds = math.log2(size)
     share = (size - 1) / size
     expected = {
@@ -199,9 +201,11 @@ def test_cross_over_points_from_8_to_4096_ranks(size: int) -> None:
 
 @pytest.mark.parametrize(("size", "alphas"), [(3, 0), (5, 2), (6, 4), (7, 6)])
 def test_ring_beats_folded_halving_above_some_alpha(size: int, alphas: int) -> None:
-    """At other sizes, from n (2 beta + gamma) = (2(p-1) - 2 floor(lg p) - 2) alpha on. The
-    reference takes 2(p-1)/p for what the inner ranks exchange; they are P, so it is 2(P-1)/P,
-    and the point moves a little.
+    """If p is no power of two, the ring is faster above a certain length.
+
+    The length n follows from n (2 beta + gamma) = (2(p-1) - 2 floor(lg p) - 2) alpha. The
+    reference says that the inner ranks exchange 2(p-1)/p of the vector. But there are P of them,
+    so it is 2(P-1)/P, and the point moves a little.
     """
     found = find_crossover(Halving(1), Ring(), size, NETWORK, GAMMA_)
     power = count_inner_ranks(size)

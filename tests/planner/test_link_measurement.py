@@ -1,4 +1,4 @@
-"""Measuring links, and picking an all-reduce by what was measured."""
+"""Measurements of links, and the choice of an all-reduce by these measurements."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ pytestmark = pytest.mark.processes
 
 
 def invoke(words: list[str]) -> Any:
-    """The command's answer. Imported here: ranks import this module, and need no command
-    line.
+    """Run a command, and return its result.
+
+    The command line is imported here, because ranks import this module and do not need it.
     """
     from typer.testing import CliRunner
 
@@ -66,10 +67,11 @@ BYTES = (64, 1 << 14, 1 << 18, 1 << 20, 1 << 22)
 
 
 def disturbed_link(world: World, slow: Callable[[int, int], bool]) -> tuple[Link, float, int]:
-    """A link of 50 us and 1 GB/s, measured while other work makes some messages three times
-    slower: slow(bytes, round).
+    """Measure a simulated link of 50 us and 1 GB/s, while other programs disturb it.
+
+    A message is three times slower if slow(bytes, round) is true.
     """
-    # two times how often it is played are looked for
+    # Before its first round, each size is played twice to choose the number of repetitions.
     rounds = dict.fromkeys(BYTES, -2)
 
     def played(
@@ -100,15 +102,16 @@ def that_moment(size: int, number: int) -> bool:
 def test_link_speed_is_measured_despite_other_work(
     pool: Launcher, slow: Callable[[int, int], bool]
 ) -> None:
-    """The clock was as good as one quiet moment: 4 MB measured beside a few commands, and 16 MB
-    was foretold 60 % too slow.
+    """Earlier, the measurement needed a quiet moment.
+
+    If a few commands ran while 4 MB were measured, the prediction for 16 MB was 60 % too slow.
     """
     link, error, rounds = pool.run(disturbed_link, slow, size=2)[0]
     assert link.compute_port_seconds(1 << 24) == pytest.approx(50e-6 + 1e-9 * (1 << 24), rel=1e-3)
     assert error < 1e-3
     assert link.disturbed is not None
     assert link.disturbed.compute_port_seconds(1 << 24) > 2.5 * link.compute_port_seconds(1 << 24)
-    # it contradicted the line, and was measured anew
+    # A size that does not fit the straight line is measured again.
     assert (rounds > link_measurement.ROUNDS) == (slow is that_moment)
 
 
@@ -120,7 +123,10 @@ def play(world: World, algorithm: object, vector: torch.Tensor) -> None:
 
 
 def chosen(world: World, machine: Machine | None) -> tuple[list[str], bool]:
-    """What is picked for two lengths, asked twice; and whether sums by it are right."""
+    """Choose an algorithm for two lengths, one of them twice.
+
+    Returns the messages about the choices, and whether the sums are right.
+    """
     told: list[str] = []
     chooser = AlgorithmChooser(
         world,
@@ -161,15 +167,17 @@ def test_all_ranks_choose_alike_once_per_size(pool: Launcher, machine: Machine |
 def known_on_hosts(
     world: World, hosts: list[int], machine: Machine | None
 ) -> tuple[Cluster | None, str]:
-    """What is known of a cluster where each rank is on a host of so many, and from where. A
-    link tells which peer was asked.
+    """Return the measured cluster, and the source of its links.
+
+    `hosts` gives for each rank the number of ranks on its host. The latency of a simulated link
+    shows which peer was measured.
     """
 
     def asked(world: World, sizes: object, rounds: int, peer: int = 1) -> tuple[Link, float]:
         return Link(alpha=1e-6 * peer, beta=1e-9), 0.0
 
     told: list[str] = []
-    # what is tried then is another test's
+    # no time for trials, which other tests cover
     with (
         patch.object(link_measurement, "count_local_ranks", lambda: hosts[world.rank]),
         patch.object(algorithm_choice, "measure_link", asked),
@@ -223,9 +231,10 @@ def test_choice_over_hosts_and_their_links(
     inside: float | None,
     known: str,
 ) -> None:
-    """All ranks agree, also where hosts have different numbers of ranks: those once asked their
-    own host, and would have tried different candidates; then they all went by rank 0's, and the
-    clock played hosts that do not exist.
+    """All ranks agree, also if hosts have different numbers of ranks.
+
+    Earlier, each rank used its own host, so ranks would have tried different candidates. Later,
+    all used the host of rank 0, and the clock simulated hosts that do not exist.
     """
     answers = pool.run(known_on_hosts, hosts, machine, size=4)
     assert answers == [answers[0]] * 4
@@ -237,7 +246,9 @@ def test_choice_over_hosts_and_their_links(
 
 
 def test_clock_predicts_the_choice_by_message_size() -> None:
-    """Few rounds where messages are short, few bytes where they are long."""
+    """For short messages, algorithms with few rounds are fast; for long ones, those with few
+    bytes.
+    """
     network = Cluster(Link(20e-6, 1 / 2e9), 1 / 8e9)
     short, long = (
         list(predict_candidate_times(8, length, 4, network)) for length in (10, 10_000_000)
@@ -266,7 +277,7 @@ def test_record_has_the_choice_and_its_reason(tmp_path: Path) -> None:
     )
     lines = [json.loads(line) for line in (run.folder / "rank-0.jsonl").read_text().splitlines()]
     picks = [line for line in lines if line["kind"] == "choice" and line["what"] == "reduce"]
-    assert len(picks) == 1  # 19 KB: one bucket
+    assert len(picks) == 1  # the gradients are 19 KB, which is one bucket
     assert picks[0]["bytes"] == 4 * (64 * 64 + 64 + 640 + 10 + 4)
     assert "links by hand" in picks[0]["because"]
     with pytest.warns(
@@ -274,7 +285,7 @@ def test_record_has_the_choice_and_its_reason(tmp_path: Path) -> None:
         match=r"the machine file .* is not used: data\(2, state=shared_memory\) has no all-",
     ):
         pg.train(pg.job("digits").replace(epochs=0), "data(2)", machine=machine, runs=tmp_path)
-    # the run's own lines said native, by a decision of their own, while others were picked
+    # Earlier, the choices of the run said native, though other algorithms were picked.
     assert [line for line in run.choices if line["what"] == "reduce"] == []
 
 

@@ -1,5 +1,7 @@
-"""Work and depth of models: against torch's flop counter, the published table, a graph walked
-by hand, and by name.
+"""Work and depth of models, compared with torch's flop counter and with a published table.
+
+They are also compared with a graph that the test follows itself. Functions that are not counted
+are named.
 """
 
 from __future__ import annotations
@@ -35,9 +37,7 @@ pytestmark = pytest.mark.pure
 
 
 class Before(nn.Module):
-    """A layer, and before it a parameter, so that the gradient of the layer's inputs is
-    wanted.
-    """
+    """A model with a parameter before a layer, so that the layer's inputs need a gradient."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Before(nn.Module):
 
 
 class First(nn.Module):
-    """The same, without."""
+    """A model that begins with the layer, so that the layer's inputs need no gradient."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -73,9 +73,7 @@ class Packed(nn.Module):
 
 
 class Own(nn.Module):
-    """A layer of somebody's own, of functions that are known: a product with a parameter,
-    attention, an activation.
-    """
+    """A user's layer that calls known functions: a matrix product, attention, an activation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +133,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
 
 
 class Twice(nn.Module):
-    """Attention of a sequence to itself."""
+    """A model that gives its input to attention as query, key and value (self-attention)."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -148,7 +146,7 @@ class Twice(nn.Module):
 def products(
     model: nn.Module, inputs: tuple[Tensor, ...]
 ) -> tuple[tuple[int, int], tuple[int, int], list[str]]:
-    """(forward, backward) of ours and of torch's, and what was not counted."""
+    """Return (forward, backward) flops of paragrad and of torch, and what was not counted."""
 
     def loss(output: Tensor, target: Any) -> tuple[Tensor, int]:
         return output.square().sum(), 1
@@ -175,7 +173,7 @@ def products(
 def test_matrix_product_flops_equal_the_torch_counter(
     name: str, around: type, trained: bool
 ) -> None:
-    """Forward and backward, with and without the gradients of the inputs and of the weights."""
+    """Forward and backward are compared, with and without gradients of inputs and weights."""
     make, inputs = LAYERS[name]
     model = around(make())
     for parameter in model.layer.parameters():
@@ -187,8 +185,9 @@ def test_matrix_product_flops_equal_the_torch_counter(
 
 
 def test_recurrent_cells_called_step_by_step() -> None:
-    """In a loop of one's own the state of a step is a result of the step before, and its
-    gradient is wanted.
+    """If the user's own loop calls a cell, its state comes from the step before.
+
+    So the state needs a gradient.
     """
 
     class Loop(nn.Module):
@@ -209,9 +208,10 @@ def test_recurrent_cells_called_step_by_step() -> None:
 
 
 def test_torch_counts_grouped_kernels_as_one() -> None:
-    """Which is why its count is corrected: the gradient of a kernel of 2 groups costs what the
-    forward costs, and torch says twice that. When this fails, torch has mended it: take the
-    correction out.
+    """Torch's count is wrong for grouped convolutions, so paragrad corrects it.
+
+    The gradient of a kernel with 2 groups costs as much as the forward, but torch counts twice
+    that. If this test fails, torch has repaired its count; then remove the correction.
     """
     layer = nn.Conv2d(4, 6, 3, groups=2)
     image = torch.randn(2, 4, 5, 5)
@@ -250,8 +250,8 @@ def pool(*, window: int = 4) -> layer_costs.PassCosts:
     return layer_costs.count_pooling(64, 64 * window, window, 1, average=False)
 
 
-# the published table: (layer, what is doubled, how much deeper that makes output, gradient of
-# the inputs, of the weights)
+# The published table: (layer, sizes before, the size that is doubled, how much deeper the
+# output, the gradient of the inputs and the gradient of the weights become).
 PUBLISHED: list[
     tuple[
         Callable[..., layer_costs.PassCosts], dict[str, Any], dict[str, Any], tuple[int, int, int]
@@ -268,7 +268,7 @@ PUBLISHED: list[
     (convolution, {"result": (64, 64)}, {"kernel": (8, 4), "result": (64, 64)}, (1, 1, 0)),
     (convolution, {"result": (64, 64)}, {"kernel": (4, 8), "result": (64, 64)}, (1, 1, 0)),
     (pool, {}, {"window": 8}, (1, 0, 0)),
-    # two sums follow one another
+    # a norm computes two sums, one after the other
     (norm, {}, {"samples": 128}, (2, 1, 1)),
     (norm, {}, {"channels": 16}, (0, 0, 0)),
     (lambda elements=64: layer_costs.count_activation(elements), {}, {"elements": 128}, (0, 0, 0)),
@@ -299,7 +299,7 @@ def test_work_grows_as_published() -> None:
 
 @pytest.mark.parametrize("inputs", [1, 2, 3, 63, 64, 65, 784])
 def test_the_depth_of_a_fully_connected_layer(inputs: int) -> None:
-    """A product and a tree of additions; a bias is one more leaf of it."""
+    """The depth is one product and a tree of additions; a bias is one more leaf of the tree."""
     rounds = len(bin(inputs - 1)) - 2 if inputs > 1 else 0
     assert layer_costs.count_linear(4, inputs, 5, bias=False)[0].depth == 1 + rounds
     assert layer_costs.count_linear(4, inputs, 5)[0].depth == 1 + len(bin(inputs)) - 2
@@ -316,7 +316,7 @@ def test_depth_of_a_sum_is_a_binary_tree(terms: int) -> None:
 
 
 def waves(found: sequence_costs.RecurrentLayers) -> int:
-    """The longest chain to the last outputs, cell by cell."""
+    """Return the length of the longest chain to the last outputs, computed cell by cell."""
     gates_of_state = 1 + layer_costs.compute_sum_depth(found.hidden + 1)
     tail = found.cell.forward
 
@@ -359,8 +359,9 @@ def test_the_depth_of_a_recurrent_layer_is_that_of_its_graph(
 
 @pytest.mark.parametrize("directions", [1, 2])
 def test_the_depth_of_a_recurrent_layer_grows_with_the_sequence(directions: int) -> None:
-    """In the number of steps, linearly; of two directions every layer waits for the whole of
-    the one below.
+    """The depth grows linearly with the number of steps.
+
+    With two directions, every layer waits for the whole layer below.
     """
     depths = [
         [
@@ -372,15 +373,17 @@ def test_the_depth_of_a_recurrent_layer_grows_with_the_sequence(directions: int)
         for steps in (100, 200, 300)
     ]
     for less, more, most in zip(*depths, strict=True):
-        # the weights' sum over all tokens is a tree
+        # the gradient of the weights is a sum over all tokens, which is a tree
         assert abs((most - more) - (more - less)) <= 1
     step = 1 + 6 + 6
     assert depths[1][0] - depths[0][0] == 100 * step * (1 if directions == 1 else 3)
 
 
 def test_work_and_depth_of_digits_by_hand() -> None:
-    """digits: 64 -> 64 -> 10, batch 64. Forward 8 + 1 + 8; backward 5 + 1 to the first layer,
-    whose weights need 7 more.
+    """The model of digits has 64 -> 64 -> 10 features, and the batch is 64.
+
+    The depth of the forward is 8 + 1 + 8. The backward takes 5 + 1 to the first layer, whose
+    weights need 7 more.
     """
     found = profile_job(built_in("digits"))
     first, relu, second = found.layers
@@ -394,7 +397,7 @@ def test_work_and_depth_of_digits_by_hand() -> None:
         64**2,
         2 * 64 * 64 * 10,
     )
-    # nobody asks for the gradient of the images
+    # the images need no gradient
     assert first.input_gradient == layer_costs.NO_COST
     assert first.weight_gradient.work == 2 * 64**3 + 64 * 64
     assert second.input_gradient.bytes == 4 * (64 * 10 + 64 * 64 + 64 * 10 + 10)
@@ -425,7 +428,7 @@ def test_built_in_jobs(data: Path) -> None:
         found = profile_job(built_in(name), data)
         assert found.not_counted == ()
         assert found.products == found.torch_products > 0
-        assert found.parallelism > 10_000  # the table's message
+        assert found.parallelism > 10_000  # as the published table says
 
 
 POINTS = TensorDataset(
@@ -473,8 +476,9 @@ def test_functions_count_as_modules_do() -> None:
 
 
 def test_unknown_function_is_named() -> None:
-    """A function that is not in the table, a parameter of which nothing was seen, a backward of
-    one's own: each by name.
+    """The profile names what it cannot count.
+
+    Here these are unknown functions, a parameter that no call uses, and a user's own backward.
     """
 
     class Doubled(torch.autograd.Function):
@@ -502,13 +506,14 @@ def test_unknown_function_is_named() -> None:
         "0.unused: no call with this parameter was seen",
         "DoubledBackward: the backward of a function of its own",
     )
-    # einsum, forward and for its weights
+    # the missing products are those of einsum: its forward, and the gradient of its weights
     assert found.torch_products - found.products == 2 * (2 * 16 * 6 * 6)
 
 
 def test_profiling_leaves_the_model_unchanged() -> None:
-    """Also where the function that should build it gives one that is there already; and torch's
-    numbers go on as they would.
+    """The model is unchanged, also if the build function returns an existing model.
+
+    The random states of torch, numpy and Python are unchanged too.
     """
     held = nn.Sequential(
         nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Dropout(), nn.Linear(8, 3)
@@ -535,7 +540,7 @@ def test_profiling_leaves_the_model_unchanged() -> None:
 
 
 def test_types_and_batches() -> None:
-    """Twice the batch is twice the work; in float64 twice the bytes; autocast counts too."""
+    """Twice the batch is twice the work, and float64 is twice the bytes; autocast is counted."""
     small, large = (profile_job(mine(lambda: nn.Linear(6, 3), batch=batch)) for batch in (16, 32))
     assert large.work == 2 * small.work
     double = profile_job(mine(lambda: nn.Linear(6, 3), dtype=torch.float64))

@@ -1,5 +1,6 @@
-"""What every rank did when: in the record, as a trace that Perfetto opens, and beside what the
-clock foretells.
+"""The timeline of a step: what each rank does at which time.
+
+It is in the record, in a trace for Perfetto, and next to the prediction of the clock.
 """
 
 from __future__ import annotations
@@ -52,15 +53,16 @@ def trained(pool: Launcher, folder: Path, text: str, job: pg.Job = JOB, **settin
 
 
 def apart(spans: list[tuple[float, float]]) -> bool:
-    """One after the other, but for the microseconds that are rounded."""
+    """Return whether the spans do not overlap, except by rounded microseconds."""
     return all(one[1] <= other[0] + 2e-6 for one, other in pairwise(sorted(spans)))
 
 
 # ---- the record ------------------------------------------------------------------------------
 @pytest.mark.parametrize("text", PIPELINES)
 def test_detailed_step_follows_its_schedule(pool: Launcher, tmp_path: Path, text: str) -> None:
-    """Every action once on every rank, in the program's order; nothing else of that rank at the
-    same time; and no message is there before it was posted.
+    """Each rank records every action of its program once, and in order.
+
+    The actions of a rank do not overlap. No message arrives before it is posted.
     """
     record = trained(pool, tmp_path, text)
     schedule = find_recorded_schedule(record)
@@ -100,7 +102,10 @@ def test_detailed_step_follows_its_schedule(pool: Launcher, tmp_path: Path, text
 
 
 def test_only_some_steps_are_recorded_in_detail(pool: Launcher, tmp_path: Path) -> None:
-    """A message would cost the record a span in every step. With a trace all are."""
+    """A message needs a span in the record, so only some steps have spans of messages.
+
+    With a trace, all steps have them.
+    """
     for folder, settings, steps in (
         (tmp_path / "run", {}, set(DETAILED_STEPS)),
         (tmp_path / "traced", {"trace": tmp_path / "trace.json"}, set(range(20))),
@@ -116,8 +121,9 @@ def test_only_some_steps_are_recorded_in_detail(pool: Launcher, tmp_path: Path) 
 
 
 def test_evaluation_between_epochs_is_not_in_a_step(pool: Launcher, tmp_path: Path) -> None:
-    """The forwards of a test were written to the step after it, and what fully_sharded gathers
-    for one.
+    """Earlier, the forwards of a test were recorded in the step after it.
+
+    So were the gathers that fully_sharded makes for a test.
     """
     record = trained(pool, tmp_path, "pipeline(2, micro=2)", JOB.replace(test=VECTORS))
     for rank in range(2):
@@ -145,9 +151,7 @@ def test_evaluation_between_epochs_is_not_in_a_step(pool: Launcher, tmp_path: Pa
 
 
 def test_short_batches_are_not_shown_or_fitted(pool: Launcher, tmp_path: Path) -> None:
-    """Of 29 samples in batches of 15 every other step is shorter, and has as many
-    micro-batches.
-    """
+    """29 samples in batches of 15 make every second step shorter, with as many micro-batches."""
     record = trained(pool, tmp_path, "pipeline(2, micro=2)", JOB.replace(batch=15))
     assert all(number % 2 == 0 for number in read_step_timelines(record, DETAILED_STEPS))
     assert len(read_step_timelines(record, DETAILED_STEPS)) >= 4
@@ -190,8 +194,10 @@ def test_every_strategy_has_a_step_timeline(
     ],
 )
 def test_trace_is_valid_for_perfetto(pool: Launcher, tmp_path: Path, text: str) -> None:
-    """A name for every process and thread; slices of a thread one after the other, or one
-    within another; every arrow leaves from within a slice, and comes to one.
+    """Every process and thread in the trace has a name.
+
+    Slices of a thread follow each other, or one is inside another. Every arrow begins in a slice
+    of one process, and ends in a slice of another.
     """
     path = tmp_path / "trace.json"
     record = trained(pool, tmp_path, text, trace=path)
@@ -224,7 +230,7 @@ def test_trace_is_valid_for_perfetto(pool: Launcher, tmp_path: Path, text: str) 
             open_.append(event["ts"] + event["dur"])
     ends = {kind: {event["id"]: event for event in found if event["ph"] == kind} for kind in "sf"}
     assert ends["s"].keys() == ends["f"].keys()
-    # in each replica
+    # 20 steps with 2 arrows for each rank, in every replica
     assert len(ends["s"]) == (20 * 2 * record.header["workers"] if "pipeline" in text else 0)
     for number, begin in ends["s"].items():
         assert begin["pid"] != ends["f"][number]["pid"]
@@ -258,7 +264,7 @@ def test_unwritable_trace_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-# ---- what the clock foretells ----------------------------------------------------------------
+# ---- predictions of the clock ----------------------------------------------------------------
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "text", [*PIPELINES, "pipeline(2, micro=4, schedule=interleaved, cut=[1, 1, 1, 1])"]
@@ -266,8 +272,9 @@ def test_unwritable_trace_is_refused(
 def test_clock_predicts_steps_after_the_fitted_ones(
     pool: Launcher, tmp_path: Path, text: str
 ) -> None:
-    """The whole step, along the schedule, every task once; of the tasks' times by kind the
-    step's.
+    """The clock predicts a whole step along its schedule, with every task once.
+
+    It uses the measured times of each kind of task.
     """
     job = (
         make_job("mlp", mlp, VECTORS, batch=8, epochs=5)
@@ -318,7 +325,10 @@ def test_median_of_some_steps() -> None:
 # ---- the page --------------------------------------------------------------------------------
 @pytest.mark.table
 def test_page_has_rank_rows_and_the_prediction(tmp_path: Path) -> None:
-    """In words too; every box in a colour of the page, which has two of each."""
+    """The timeline is also described in words.
+
+    Boxes use the colours of the page, which has a light and a dark version of each.
+    """
     table = pg.compare(JOB, "data(2, reduce=ring); pipeline(2, micro=2)", runs=tmp_path)
     text = unescape((table.folder / "page.html").read_text(encoding="utf-8"))
     section = text.split('<section id="step"')[1].split("</section>")[0]

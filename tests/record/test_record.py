@@ -1,5 +1,6 @@
-"""The record is read back as it was written, also when its process died; the audit counts what
-it says.
+"""A record is read back as it was written, also if its process died.
+
+The sample count (`audit`) counts the samples that the record names.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.pure
 
 
 def written(folder: Path, shares: list[list[range]], samples: int = 10) -> Record:
-    """A run of one epoch in which each rank recorded these ranges of positions."""
+    """Write a run of one epoch in which each rank recorded these ranges of positions."""
     with Recorder(folder / "run.jsonl") as record:
         record.write_line("run", job={"samples": samples}, seed=3)
     for rank, ranges in enumerate(shares):
@@ -43,7 +44,7 @@ def written(folder: Path, shares: list[list[range]], samples: int = 10) -> Recor
 def test_record_round_trip(tmp_path: Path) -> None:
     record = written(tmp_path, [[range(3), range(6, 8)], [range(3, 6), range(8, 10)]])
     assert record.losses == [2.0, 2.0]
-    assert record.seconds_per_step == 0.2  # the slowest rank is the time
+    assert record.seconds_per_step == 0.2  # the slowest rank counts
     assert record.sent_per_step == {"gradients": {"bytes": 100, "computed": False}}
     assert record.test == 50.0
     assert (
@@ -52,7 +53,11 @@ def test_record_round_trip(tmp_path: Path) -> None:
 
 
 def test_memory_is_that_of_the_fullest_rank(tmp_path: Path) -> None:
-    """Every rank wrote it, and nobody read it. A record without it reads as before."""
+    """The memory of a run is that of the rank with the most.
+
+    Earlier, every rank recorded its memory, but no code read it. Records without it are still
+    readable.
+    """
     assert written(tmp_path, [[range(5)], [range(5, 10)]]).memory == {}
     for rank in range(2):
         with Recorder(tmp_path / f"rank-{rank}.jsonl") as record:
@@ -71,8 +76,9 @@ def test_audit_finds_duplicate_and_missing_samples(tmp_path: Path) -> None:
 
 
 def test_order_of_earlier_versions_is_read_as_ranges(tmp_path: Path) -> None:
-    """Until version 3 a step had one range, [0, 0] if it was empty, and left it out if it was
-    that of the step before.
+    """Until version 3, a step had one range, which was [0, 0] if it was empty.
+
+    A step left the range out if it equalled that of the step before.
     """
     written(tmp_path, [[], []], samples=8)
     for rank, orders in enumerate((["[0,4]", "[4,6]"], ["[0,0]", "[6,8]"])):
@@ -93,7 +99,7 @@ def test_order_of_earlier_versions_is_read_as_ranges(tmp_path: Path) -> None:
 
 
 def test_audit_counts_every_range_of_a_step(tmp_path: Path) -> None:
-    """The ranges of micro-batches; the first sample may be of any rank, or of none."""
+    """A step has a range for each micro-batch; the first sample may be on any rank, or on none."""
     written(tmp_path, [[]], samples=12)
     for rank, order in enumerate(([[3, 5], [7, 9]], [[0, 3], [5, 7], [8, 11]])):
         with Recorder(tmp_path / f"rank-{rank}.jsonl") as record:
@@ -144,8 +150,9 @@ STEPS = [
 
 
 def test_omitted_fields_are_restored(tmp_path: Path) -> None:
-    """Fields and names of spans are written where they differ from the step before; a reader
-    sees all of them in every step.
+    """Fields and names of spans are written only if they differ from the step before.
+
+    A reader sees all of them in every step.
     """
     with Recorder(tmp_path / "rank-0.jsonl") as record:
         log = StepLog(record)
@@ -189,8 +196,9 @@ def test_omitted_fields_are_restored(tmp_path: Path) -> None:
 def test_first_version_is_read_and_later_ones_refused(
     tmp_path: Path,
 ) -> None:
-    """The first had every field in every step, and a line for every span; a later one may mean
-    anything.
+    """Records of the first version have every field in every step, and a line for every span.
+
+    A record of a later version than this one is refused, because its meaning is unknown.
     """
     record = written(tmp_path, [[range(3), range(3, 10)]])
     with Recorder(tmp_path / "rank-0.jsonl") as rank:
@@ -221,8 +229,9 @@ def test_first_version_is_read_and_later_ones_refused(
 
 
 def test_cpu_time_of_other_processes_is_computed() -> None:
-    """What everybody took, less what the ranks took, less what the two clocks may differ by;
-    never below nothing.
+    """The CPU time of other processes is that of all processes, minus that of the ranks.
+
+    The possible difference of the two clocks is subtracted too. The result is never negative.
     """
     rank = {"host": "one", "seconds": 10.0, "own": 4.0, "all": 15.0, "switched": 30}
     load = cpu_load.find_cpu_load([rank, {**rank, "switched": 300}], 2)
@@ -245,13 +254,17 @@ def test_cpu_time_of_other_processes_is_computed() -> None:
 def test_other_processes_matter_only_on_full_cores(
     own: float, others: float, crowded: bool
 ) -> None:
-    """One rank on two cores, the other core busy with something else, was called disturbed."""
+    """Other processes disturb a run only if the cores are full.
+
+    Earlier, one rank on two cores was called disturbed if another process used the other core.
+    """
     assert cpu_load.CpuLoad(2, own, others, 0.0).crowded == crowded
 
 
 def test_rank_reads_its_own_cpu_time() -> None:
-    """A tenth of a second of work is its own, and in the time of everybody as far as the system
-    counts that.
+    """A tenth of a second of work counts as the CPU time of this process.
+
+    It is also in the time of all processes, if the system provides that.
     """
     clock = cpu_load.CpuMeter()
     began = time.process_time()
@@ -281,8 +294,10 @@ def test_recorded_order_is_the_trained_order() -> None:
 
 
 def test_refused_resume_leaves_the_record_unchanged(tmp_path: Path) -> None:
-    """Going on with a running comparison cut off the line that it was writing, and was refused
-    afterwards.
+    """A refused resume does not change the record.
+
+    Earlier, the resume of a comparison that was still running cut off its unfinished line.
+    Only then was the resume refused.
     """
     path = tmp_path / "compare.jsonl"
     with Recorder(path, exclusive=True) as first:
@@ -295,22 +310,24 @@ def test_refused_resume_leaves_the_record_unchanged(tmp_path: Path) -> None:
         ):
             Recorder(path, exclusive=True)
         assert path.read_text() == '{"kind":"dist'
-    # the lock went with the first; what is torn now is cut off
+    # The first recorder released its lock, so now the unfinished line is cut off.
     with Recorder(path, exclusive=True) as second:
         second.write_line("event")
     assert path.read_text() == '{"kind":"event"}\n'
 
 
 def test_audit_of_overlapping_ranges_is_fast(tmp_path: Path) -> None:
-    """An epoch of 10^8 samples was counted sample by sample."""
+    """The count works with ranges; earlier, it counted 10^8 samples of an epoch one by one."""
     audit = written(tmp_path, [[range(3), range(2, 6)], [range(2, 4), range(0)]]).sample_count
     assert (audit.seen, audit.twice, audit.missed) == (6, 2, 4)
 
 
 def test_asynchronous_step_ends_with_its_last_share() -> None:
-    """Of asp under a straggler it was the slow worker's share, which nobody waits for; of
-    clients, one's own step, as if all were made one after the other: a comparison and its
-    charts said that nothing was gained.
+    """The duration of an asynchronous step counts the shares of all workers.
+
+    Earlier, under asp with a straggler, it was the share of the slow worker, though no worker
+    waits for that. Under clients it was the step of one client, as if the clients ran one after
+    the other. So a comparison and its charts showed no gain.
     """
 
     def share(
@@ -324,15 +341,15 @@ def test_asynchronous_step_ends_with_its_last_share() -> None:
             "seconds": seconds,
         }
 
-    # one ends every second
+    # the fast worker: a share ends every second
     fast = [share(step, 0, step * 1.0, 1.0) for step in range(4)]
-    # and one every three
+    # the slow worker: a share ends every three seconds
     slow = [share(0, 4, 0.0, 3.0), share(1, 4, 3.0, 3.0)]
-    # which the fast one takes over
+    # two more shares, which the fast worker takes over
     rest = [share(2, 4, 4.0, 1.0), share(3, 4, 5.0, 1.0)]
     steps = [list(each) for each in zip(fast, [*slow, *rest], strict=True)]
     assert list_joint_seconds(steps, 2) == [(5.0 - 0.0) / 2, (6.0 - 5.0) / 2]
-    # a share that is made again was over before
+    # a share that is computed again had ended before
     late = [share(0, 4, 7.0, 1.0)]
     assert list_joint_seconds([steps[0] + late, *steps[1:]], 2) == [2.5, 0.5]
     apart = [

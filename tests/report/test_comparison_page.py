@@ -1,5 +1,6 @@
-"""The page of a comparison, in a real browser: it opens, needs nothing, shows the record's
-numbers, fits a phone and paper.
+"""The page of a comparison, in a real browser.
+
+It opens without the network, shows the numbers of the record, and fits a phone and paper.
 """
 
 from __future__ import annotations
@@ -59,9 +60,7 @@ in_browser = pytest.mark.skipif(
 # ---- a browser -------------------------------------------------------------------------------
 @contextmanager
 def browser(width: int = 1100, height: int = 800) -> Iterator[Any]:
-    """A headless Chromium with a profile of its own, which tells of its console and its
-    requests.
-    """
+    """Start a headless Chromium with its own profile; it logs its console and its requests."""
     from selenium.webdriver import Chrome, ChromeOptions
     from selenium.webdriver.chrome.service import Service
 
@@ -84,7 +83,7 @@ def browser(width: int = 1100, height: int = 800) -> Iterator[Any]:
 
 
 def resized(driver: Any, width: int, height: int, scale: float = 1.0) -> None:
-    """Give the page a screen of so many CSS pixels, below 600 a phone's."""
+    """Set the size of the screen in CSS pixels; below a width of 600 it is a phone's screen."""
     driver.execute_cdp_cmd(
         "Emulation.setDeviceMetricsOverride",
         {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": width < 600},
@@ -94,7 +93,7 @@ def resized(driver: Any, width: int, height: int, scale: float = 1.0) -> None:
 def screenshot(
     file: Path, picture: Path, width: int = 1100, height: int | None = None, scale: float = 1.0
 ) -> None:
-    """The page as a PNG, its first `height` CSS pixels, or all of it."""
+    """Save the page as a PNG: its first `height` CSS pixels, or the whole page."""
     with browser(width) as driver:
         driver.get(file.resolve().as_uri())
         resized(
@@ -111,7 +110,7 @@ def screenshot(
 
 
 def opened(driver: Any, file: Path) -> None:
-    """Open a page; no complaint on the console, no request but for the page itself."""
+    """Open a page; assert that the console is empty, and that only the page is requested."""
     driver.get(file.resolve().as_uri())
     assert driver.get_log("browser") == []
     told = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
@@ -122,7 +121,7 @@ def opened(driver: Any, file: Path) -> None:
 
 
 def table_of(driver: Any) -> list[dict[str, str]]:
-    """The rows that the browser shows: column -> text."""
+    """Return the rows that the browser shows, each as column -> text."""
     found = driver.execute_script(
         "return [...document.querySelectorAll('[data-row]')].map(cell => [cell.dataset.row, "
         "cell.dataset.column, cell.textContent])"
@@ -136,8 +135,9 @@ def table_of(driver: Any) -> list[dict[str, str]]:
 # ---- a real comparison -----------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """digits under two strategies and the rounding baseline, two seeds, with a goal; its folder,
-    with the page.
+    """Compare digits under two strategies and the rounding baseline, with two seeds and a goal.
+
+    Returns the folder of the comparison, with its page.
     """
     table = paragrad.compare(
         paragrad.job("digits").replace(epochs=2),
@@ -176,7 +176,7 @@ def test_page_opens_without_errors_and_shows_every_chart(compared: Path) -> None
 
 @in_browser
 def test_page_numbers_equal_the_record(compared: Path) -> None:
-    """Every cell, computed here once more from the lines that the ranks wrote."""
+    """The test computes every cell again, from the lines that the ranks wrote."""
     with browser() as driver:
         opened(driver, compared / "page.html")
         rows = table_of(driver)
@@ -240,7 +240,7 @@ def test_page_numbers_equal_the_record(compared: Path) -> None:
 
 
 def milliseconds(record: Record) -> float:
-    """The median step of the slowest rank, the first left out."""
+    """Return the median step time of the slowest rank, without the first step."""
     return max(
         1e3 * median([line["seconds"] for line in lines if line["kind"] == "step"][1:])
         for lines in record.ranks
@@ -248,8 +248,9 @@ def milliseconds(record: Record) -> float:
 
 
 def goal(record: Record, value: float, milliseconds: float) -> tuple[float, int, int]:
-    """(seconds, epochs, samples) to the first test that reaches the value; samples by what the
-    ranks say they used.
+    """Return (seconds, epochs, samples) up to the first test that reaches the value.
+
+    The ranks recorded which samples they used.
     """
     steps = [line for lines in record.ranks for line in lines if line["kind"] == "step"]
     for line in record.ranks[0]:
@@ -273,7 +274,7 @@ def test_page_fits_a_phone_and_prints(compared: Path, tmp_path: Path) -> None:
         )
         assert inner == PHONE[0]
         assert width <= inner
-        # CSS pixels; the charts shrink with the screen
+        # in CSS pixels; the charts shrink with the screen
         smallest = driver.execute_script(
             "return Math.min(...[...document.querySelectorAll('figure svg')].flatMap(chart => "
             "[...chart.querySelectorAll('text')].map(text => "
@@ -321,8 +322,9 @@ def test_page_needs_no_network_and_names_its_command(compared: Path) -> None:
 
 @in_browser
 def test_page_in_dark_mode_and_on_paper(compared: Path) -> None:
-    """By night nothing keeps a light colour, charts neither; paper stays white, and no chart,
-    row or entry is cut in two.
+    """In dark mode, no element keeps a colour of light mode, also not in charts.
+
+    Printed paper stays white, and no page break divides a chart, a row or an entry.
     """
     seen = "getComputedStyle(document.querySelector(arguments[0]))[arguments[1]]"
     with browser() as driver:
@@ -378,8 +380,9 @@ def rgb(colour: str) -> str:
 
 @pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
 def test_colours_have_enough_contrast(theme: int) -> None:
-    """Text by 4.5 to 1 and lines by 2 to 1, as WCAG counts contrast (lines have markers and a
-    legend, too).
+    """The contrast by the formula of WCAG is 4.5 to 1 for text, and 2 to 1 for lines.
+
+    Lines also have markers and a legend.
     """
 
     def luminance(colour: str) -> float:
@@ -401,8 +404,9 @@ def test_colours_have_enough_contrast(theme: int) -> None:
 @pytest.mark.table
 @in_browser
 def test_failed_row_and_hostile_names_are_escaped(tmp_path: Path) -> None:
-    """A job's name and an error's message are the user's; neither may run in the reader's
-    browser.
+    """The name of a job and the message of an error come from the user.
+
+    Their text must not run as code in the reader's browser.
     """
     job = find_job(str(JOB_FILES / "fails_on_two.py"), {})
     table = paragrad.compare(job, "serial; data(2, reduce=tree); data(3)", runs=tmp_path)
@@ -426,7 +430,7 @@ def test_failed_row_and_hostile_names_are_escaped(tmp_path: Path) -> None:
     assert float(rows[2]["difference"]) <= 1e-10
 
 
-# ---- written records: what is rare, missing or large -----------------------------------------
+# ---- written records: rare, missing or large values ------------------------------------------
 def written(
     folder: Path,
     strategies: list[str],
@@ -438,9 +442,7 @@ def written(
     losses: list[float] | None = None,
     distance: float | None = None,
 ) -> Table:
-    """A comparison as its ranks would have written it: one rank, a test after every second
-    step.
-    """
+    """Write the records of a comparison, with one rank and a test after every second step."""
 
     def to(path: Path, lines: list[Line]) -> None:
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -541,7 +543,7 @@ def test_missing_chart_is_replaced_by_a_sentence(tmp_path: Path) -> None:
         assert sentence in text
     assert "paragrad compare x" in text
     assert "shade spans" not in text
-    assert "memory of a rank" not in text  # as in records of earlier versions
+    assert "memory of a rank" not in text  # records of earlier versions have none
 
 
 def test_rounding_baseline_of_an_earlier_record_has_its_present_name() -> None:
@@ -574,7 +576,7 @@ def test_zero_deviation_is_text_and_small_ones_are_drawn(tmp_path: Path) -> None
 
 
 def ticks(text: str, figure: str, axis: str = "matplotlib.axis_2") -> list[str]:
-    """The labels of an axis, otherwise y."""
+    """Return the labels of an axis, by default the y axis."""
     chart = text.split(f'<figure id="{figure}">')[1].split("</figure>")[0]
     return re.findall(
         r"<text[^>]*>([^<]*)</text>",
@@ -592,7 +594,7 @@ def test_percentages_and_goal_share_a_unit(compared: Path) -> None:
 def test_time_axis_is_logarithmic_if_rows_differ_a_hundredfold(
     tmp_path: Path, slower: float, logarithmic: bool
 ) -> None:
-    """A row that took a hundred times as long pressed all others into a stroke at the left
+    """Earlier, if one row took a hundred times as long, all others were one line at the left
     edge.
     """
     compared = written(tmp_path, ["serial", "data(2)"])
@@ -626,8 +628,10 @@ def test_time_axis_is_logarithmic_if_rows_differ_a_hundredfold(
     ],
 )
 def test_reason_for_the_end_of_a_line_is_shown(tmp_path: Path, end: Line | None, why: str) -> None:
-    """A line ended at step 100 of 5,000, and nothing said whether it was stopped, had reached
-    its goal or was killed.
+    """If the line of a run ends early, the page gives the reason.
+
+    Earlier, a line ended at step 100 of 5,000, and the page did not say why. The run could have
+    been stopped, have reached its goal, or have been killed.
     """
     written(tmp_path, ["serial", "data(2)"])
     for path in (
@@ -666,9 +670,7 @@ def test_equal_reasons_share_one_sentence(tmp_path: Path) -> None:
 
 
 def test_diverging_losses_are_drawn(tmp_path: Path) -> None:
-    """Infinite, not a number, and everything between: no warning, no refusal to write the
-    page.
-    """
+    """Losses that are infinite or NaN cause no warning, and the page is still written."""
     nan = float("nan")
     inf = float("inf")
     text = page_of(
@@ -708,7 +710,7 @@ def test_every_column_is_explained(tmp_path: Path) -> None:
 
 @pytest.mark.table
 def test_long_comparison_page_is_small_and_reproducible(tmp_path: Path) -> None:
-    """Ten strategies of 10,000 steps."""
+    """The page of ten strategies with 10,000 steps each is below 1 MB."""
     table = written(
         tmp_path,
         ["serial", *(f"data({workers}, reduce=ring)" for workers in range(2, 11))],
@@ -722,7 +724,7 @@ def test_long_comparison_page_is_small_and_reproducible(tmp_path: Path) -> None:
 
 
 def test_chart_points_equal_the_record(tmp_path: Path) -> None:
-    """(samples, steps, value) at the end of every step and of every epoch."""
+    """The points are (samples, steps, value), at the end of every step and of every epoch."""
     record = written(tmp_path, ["serial"]).records["00-0"]
     assert sections.list_step_losses(record) == [
         (8.0, 1.0, 2.0),
@@ -751,7 +753,7 @@ def test_bytes_are_in_readable_units() -> None:
 def test_curve_is_averaged_over_neighbours_and_seeds() -> None:
     seen = charts.choose_style(0)
     seeds = [[(float(step), float(10 * seed + step)) for step in range(8)] for seed in range(2)]
-    # a seed that went further: its mates have nothing to average with
+    # this seed has one more step, and the other seed has no value to average there
     seeds[1].append((8.0, 1000.0))
     found = charts.build_curve(seen, "serial", seeds, most=4)
     assert found == charts.Curve(
@@ -789,9 +791,7 @@ def at_terminal(compared: Table, width: int) -> list[str]:
 
 @pytest.mark.parametrize("seeds", [1, 3])
 def test_table_is_readable_at_80_columns(tmp_path: Path, seeds: int) -> None:
-    """Its nine columns were squeezed to a few characters each, and a number stood on three
-    lines.
-    """
+    """Earlier, the nine columns were only a few characters wide, and a number took three lines."""
     compared = written(
         tmp_path, SIX, sent={"gradients": {"bytes": 19252, "computed": True}}, seeds=seeds
     )
@@ -799,7 +799,7 @@ def test_table_is_readable_at_80_columns(tmp_path: Path, seeds: int) -> None:
     drawn = lines[: lines.index(next(line for line in lines if line.startswith("in page.html")))]
     assert max(map(len, drawn)) <= 80
     for strategy in SIX:
-        # one line a row
+        # each row is one line
         (line,) = [line for line in drawn if line.startswith(f"{strategy} ")]
         assert line.split("  ")[1:] != []
         assert "500.00" in line
@@ -814,8 +814,9 @@ def test_table_is_readable_at_80_columns(tmp_path: Path, seeds: int) -> None:
 
 
 def test_long_names_and_failures_leave_the_table_readable(tmp_path: Path) -> None:
-    """The message of a failure stood in the column of the test, and took the room of all
-    others.
+    """The message of a failure is below the table.
+
+    Earlier, it was in the column of the test, and left no space for the other columns.
     """
     long = "data(3, reduce=ring_async(segments=4), shares=[3, 1, 2], micro=2)"
     compared = written(tmp_path, ["serial", long, "data(2)"])
@@ -835,7 +836,7 @@ def test_long_names_and_failures_leave_the_table_readable(tmp_path: Path) -> Non
 
 
 def test_table_prints_in_columns(tmp_path: Path) -> None:
-    """print(table) said Table(folder=...)."""
+    """Earlier, print(table) printed Table(folder=...)."""
     lines = str(written(tmp_path, SIX)).splitlines()
     assert lines[0].split("  ")[0] == "strategy"
     assert [line.split("  ")[0] for line in lines[1:7]] == SIX
@@ -845,8 +846,9 @@ def test_table_prints_in_columns(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("everybody", "busy"), [(4.1, False), (4.8, True), (None, False)])
 def test_busy_machine_is_reported(tmp_path: Path, everybody: float | None, busy: bool) -> None:
-    """Other work on the machine doubled a column of times, and nothing showed it. (There is one
-    core: a tenth is too much.)
+    """Earlier, other programs on the machine doubled the times, and the table did not show it.
+
+    The recorded machine has one core. Other programs are reported if they use more than a tenth.
     """
     compared = written(tmp_path, ["serial(threads=1)", "data(2)"], steps=8)
     with (tmp_path / "01-0" / "rank-0.jsonl").open("a") as file:
@@ -876,8 +878,9 @@ def test_busy_machine_is_reported(tmp_path: Path, everybody: float | None, busy:
 
 
 def test_noisy_speed_up_is_not_reported(tmp_path: Path) -> None:
-    """Steps of serial were disturbed in bursts, and the table said that two workers were 47
-    times faster.
+    """Earlier, other programs disturbed some steps of serial.
+
+    The table then said that two workers were 47 times faster.
     """
     written(tmp_path, ["serial(threads=1)", "data(2)", "data(3)"], steps=60)
     lines = [

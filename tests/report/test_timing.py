@@ -1,5 +1,6 @@
-"""How sure a time per step is: disturbed steps widen its interval, and a ratio of such times is
-not told.
+"""How certain a time per step is.
+
+Disturbed steps widen the interval of the time. A ratio of such times is not reported.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class Written(Record):
 
     def __init__(self, seconds: list[float]) -> None:
         self.header = {}
-        # the first warms up
+        # the first step warms up and is not counted
         self.ranks = [[{"kind": "step", "seconds": each} for each in [9.0, *seconds]]]
 
 
@@ -32,7 +33,7 @@ def taken(*runs: list[float]) -> timing.StepTime:
 
 
 def scattered(middle: float, seed: int, count: int = 200) -> list[float]:
-    """Steps as a quiet machine takes them: within some per cent, now and then a late one."""
+    """Return step times of a quiet machine: they differ by some per cent, and a few are late."""
     draw = random.Random(seed)
     return [
         middle * draw.uniform(0.97, 1.03) * (10 if draw.random() < 0.05 else 1)
@@ -42,7 +43,7 @@ def scattered(middle: float, seed: int, count: int = 200) -> list[float]:
 
 @pytest.mark.parametrize(("count", "place"), [(6, 0), (8, 0), (9, 1), (10, 1), (20, 5), (30, 9)])
 def test_rank_of_the_median_follows_the_sign_test(count: int, place: int) -> None:
-    """As in the tables of the sign test at 5 %."""
+    """The positions are those in the tables of the sign test at 5 %."""
     assert timing._find_bound_position(count) == place
 
 
@@ -61,9 +62,7 @@ def test_close_times_are_compared_by_their_ratio_interval() -> None:
 
 
 def test_bursts_and_a_disturbed_seed_widen_the_interval() -> None:
-    """Half the time something else ran; then one seed was disturbed from its first step to its
-    last.
-    """
+    """First, another program runs half of the time; then it disturbs all steps of one seed."""
     bursts = list(chain.from_iterable([20.0 if block % 2 else 1.0] * 20 for block in range(9)))
     assert not taken(bursts).divide_by(taken(scattered(0.5, 0))).is_significant
     assert taken(scattered(1.0, 1), scattered(80.0, 2)).high > 70
@@ -71,7 +70,7 @@ def test_bursts_and_a_disturbed_seed_widen_the_interval() -> None:
 
 @pytest.mark.parametrize("steps", range(1, 8))
 def test_too_few_steps_report_no_ratio(steps: int) -> None:
-    """One step of each made a speed-up of which nobody doubted."""
+    """Earlier, one step of each run was enough to report a speed-up as certain."""
     quick = taken([0.25] * steps)
     slow = taken([0.5] * steps)
     assert quick.seconds == 0.25

@@ -1,4 +1,4 @@
-"""Memory that a step frees is there for the next one."""
+"""The process keeps memory that a step frees, so that the next step can use it again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ print(first, step())
 
 
 def faults(given_back: bool, **environment: str) -> list[int]:
-    """Pages that the system had to fill: in a first step, and later."""
+    """Return the number of page faults in the first step and in a later step."""
     said = subprocess.run(
         [sys.executable, "-c", CODE.format(given_back=given_back)],
         capture_output=True,

@@ -1,5 +1,6 @@
-"""What launchers say of their ranks: read, refused where it contradicts itself, and enough for
-the ranks to meet.
+"""The variables that launchers set for their ranks.
+
+They are read, and refused if they contradict each other. With them, the ranks find each other.
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ pytestmark = pytest.mark.processes
 def test_omp_num_threads_is_respected(
     wanted: str, threads: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks took all cores of a host that others used too, whatever the variable said."""
+    """Earlier, ranks used all cores of a host, whatever OMP_NUM_THREADS said.
+
+    Other programs used the same host.
+    """
     monkeypatch.setenv("OMP_NUM_THREADS", wanted)
     assert choose_rank_threads(1) == (threads or count_cores())
 
@@ -60,7 +64,7 @@ OURS = {
     "SLURM_STEP_NODELIST",
     *(name for names in LAUNCHER_VARIABLES.values() for name in names),
 }
-# no test is itself a rank
+# the environment without launcher variables: the test itself is no rank
 SHELL = {name: value for name, value in os.environ.items() if name not in OURS}
 
 
@@ -106,9 +110,9 @@ def srun(rank: int, size: int) -> dict[str, str]:
     }
 
 
-# one task of a step on each of two hosts
+# a Slurm step with one task on each of two hosts
 TWO_HOSTS = {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0"}
-# rank 0 of 4 by the variables of the allocation, and alone
+# A script of sbatch: the variables of the allocation say rank 0 of 4, but it is one process.
 SBATCH = {
     "SLURM_PROCID": "0",
     "SLURM_LOCALID": "0",
@@ -171,7 +175,7 @@ SBATCH = {
         ({**srun(1, 4), **torchrun(0, 2)}, LaunchInfo(0, 2, 0, 2, TORCHRUN)),
         # mpirun in an allocation
         ({**srun(1, 4), **open_mpi(0, 2)}, LaunchInfo(0, 2, 0, 2, OPEN_MPI)),
-        # its proxies are a step of srun
+        # mpirun of MPICH in an allocation: its proxies are a step of srun
         ({**srun(0, 1), **mpich(1, 2)}, LaunchInfo(1, 2, 1, 2, MPICH)),
         # srun --mpi=pmi2
         ({**srun(1, 2), "PMI_RANK": "1", "PMI_SIZE": "2"}, LaunchInfo(1, 2, 1, 2, SRUN)),
@@ -389,9 +393,7 @@ SCRIPT = textwrap.dedent("""
 
 
 class Place:
-    """A folder with the script, a temporary folder for meeting files, and one for the
-    answers.
-    """
+    """A folder with the script, a folder for rendezvous files, and a folder for the answers."""
 
     def __init__(self, path: Path) -> None:
         self.script = path / "script.py"
@@ -406,7 +408,7 @@ class Place:
         return [sys.executable, str(self.script), str(self.answers), str(meetings), *more]
 
     def check(self, size: int, meetings: int = 1, here: int | None = None) -> None:
-        """Every rank was told and got the right thing, and no meeting file is left."""
+        """Assert that every rank has the right numbers, and that no rendezvous file is left."""
         found = [
             json.loads((self.answers / f"rank-{rank}.json").read_text()) for rank in range(size)
         ]
@@ -436,7 +438,10 @@ def place(tmp_path: Path) -> Place:
 
 
 def finished(*processes: subprocess.Popen[str]) -> None:
-    """Wait for processes that need one another; all must end well, and none stays."""
+    """Wait for processes that need each other.
+
+    All must end without an error; otherwise all are killed.
+    """
     try:
         for process in processes:
             _, complaints = process.communicate(timeout=60)
@@ -454,7 +459,7 @@ def started(words: list[str], environment: dict[str, str]) -> subprocess.Popen[s
 
 
 def free_port() -> str:
-    """A port that was free a moment ago."""
+    """Return a port that was free a moment ago."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return str(server.getsockname()[1])
 
@@ -467,8 +472,9 @@ def free_port() -> str:
     ],
 )
 def test_two_ranks_of_one_host_meet_in_a_file(place: Place, variables: Variables) -> None:
-    """Three times in a row: a second `train` of one script has to meet anew, and not in what
-    the first left.
+    """Two ranks of one host find each other in a file, three times in a row.
+
+    If a script calls `train` a second time, the ranks must not use the file of the first call.
     """
     finished(*(started(place.words(3), {**place.shell, **variables(rank, 2)}) for rank in (0, 1)))
     place.check(2, meetings=3)
@@ -476,8 +482,10 @@ def test_two_ranks_of_one_host_meet_in_a_file(place: Place, variables: Variables
 
 @pytest.mark.story
 def test_run_folder_not_shared_by_all_ranks_is_refused(place: Place, tmp_path: Path) -> None:
-    """Hosts with disks of their own: rank 1 said "No such file or directory", and the others
-    that a connection was closed.
+    """The hosts do not share a disk, so rank 1 does not see the folder of the run.
+
+    Earlier, rank 1 said "No such file or directory", and the others that a connection was
+    closed.
     """
     processes = []
     for rank in (0, 1):
@@ -569,9 +577,11 @@ JOB = pg.Job(model=lambda: Breaks(6, 3), loss=nn.functional.cross_entropy, train
 
 @pytest.mark.table
 def test_repeated_rendezvous_leaves_no_files(place: Place) -> None:
-    """The store's own clean-up counts who has finished and who still holds it, one after the
-    other: of ranks that left at the same moment each took another for the last, and one meeting
-    in sixty left its file.
+    """No rendezvous leaves its file behind.
+
+    The clean-up of torch's file store reads two counters, one after the other: finished ranks,
+    and ranks that still use it. Earlier, if ranks left at the same moment, each took another one
+    for the last. So one rendezvous in sixty left its file.
     """
     finished(*(started(place.words(60), {**place.shell, **mpich(rank, 3)}) for rank in (0, 1, 2)))
     place.check(3, meetings=60)
@@ -592,7 +602,7 @@ def test_two_ranks_meet_at_the_given_address(place: Place, variables: Variables)
 
 @pytest.mark.table
 def test_slurm_step_over_two_hosts_meets_at_the_first(place: Place) -> None:
-    # a job whose port is free on this machine
+    # choose a job number whose port is free on this machine
     for job in range(1, 600):
         step = {
             **TWO_HOSTS,
@@ -617,8 +627,9 @@ def test_slurm_step_over_two_hosts_meets_at_the_first(place: Place) -> None:
 
 
 def by_hand(place: Place, *more: str) -> list[str]:
-    """A shell that launches two ranks, each in a shell of its own; to them it is the
-    launcher.
+    """Return the command of a shell that launches two ranks, each in its own shell.
+
+    For the ranks, the outer shell is the launcher.
     """
     wrapped = shlex.quote(shlex.join(place.words(1, *more)) + "; exit $?")
     variables = [
@@ -629,8 +640,9 @@ def by_hand(place: Place, *more: str) -> list[str]:
 
 @pytest.mark.table
 def test_ranks_in_shells_meet_and_stale_files_are_removed(place: Place) -> None:
-    """A killed rank cannot remove the meeting file. The next launch does not meet in it, and
-    removes it.
+    """A killed rank cannot remove its rendezvous file.
+
+    The next launch does not use this file, and removes it.
     """
     finished(started(by_hand(place, "die"), place.shell))
     (left,) = place.left()

@@ -1,4 +1,4 @@
-"""Ranks in a grid, and who lies along its axes: without a process."""
+"""The device mesh: which ranks form groups along its axes. No rank process is started."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ THREE = (Axis("data", 2), Axis("tensor", 2), Axis("pipeline", 2))
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
-        # the last axis: neighbours
+        # along the last axis, ranks are neighbours
         (["pipeline"], [[0, 1], [2, 3], [4, 5], [6, 7]]),
         (["tensor"], [[0, 2], [1, 3], [4, 6], [5, 7]]),
         (["data"], [[0, 4], [1, 5], [2, 6], [3, 7]]),
-        # whatever the order of the names
+        # the order of the names does not matter
         (["pipeline", "data"], [[0, 1, 4, 5], [2, 3, 6, 7]]),
         (["data", "tensor", "pipeline"], [[0, 1, 2, 3, 4, 5, 6, 7]]),
         ([], [[0], [1], [2], [3], [4], [5], [6], [7]]),

@@ -1,6 +1,7 @@
-"""A model in parts under torchrun, in a loop of the user's own, on one host and over two:
-serial's losses, whichever axis crosses the hosts; and wherever a rank is killed, all end soon,
-it is named, and nothing is left.
+"""Train a model in parts in the user's own loop, on one host and on two hosts.
+
+The losses equal serial's, whichever axis of the mesh crosses the hosts. If a rank is killed at
+any place, all ranks end soon, the message names the killed rank, and no file is left.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from namespaces import living_in, spaces_of
 pytestmark = pytest.mark.network
 
 Clusters = Callable[..., AbstractContextManager[Cluster]]
-SOON = 10.0  # seconds from a rank's death to everybody's end
+SOON = 10.0  # seconds from the death of a rank to the end of all ranks
 WAITED = (
     r"exitcode +: -9 |rank\(s\) [\d, ]+ say nothing|waits for .* from rank \d|"
     r"its process, on the host of rank 0, has ended|"
@@ -77,21 +78,23 @@ LOOP = """
 """
 
 
-# ---- where ranks are -------------------------------------------------------------------------
+# ---- which host each rank is on --------------------------------------------------------------
 def on_one_host(cluster: Cluster, words: list[str]) -> list[Program]:
     return cluster.torchrun(words, ranks=4)
 
 
 def model_inside_hosts(cluster: Cluster, words: list[str]) -> list[Program]:
-    """torchrun's order: ranks 0 and 1 on the first host, so that replicas meet across hosts,
-    and the parts of one inside.
+    """Start ranks in the order of torchrun, with ranks 0 and 1 on the first host.
+
+    Then the parts of a replica are on one host, and replicas exchange gradients across hosts.
     """
     return cluster.torchrun(words, ranks=2)
 
 
 def model_across_hosts(cluster: Cluster, words: list[str]) -> list[Program]:
-    """Ranks 0 and 2 on the first host: parts send to each other across hosts. No agent is there
-    to end anybody.
+    """Start ranks 0 and 2 on the first host, so that parts send to each other across hosts.
+
+    There is no agent of torchrun that ends the ranks.
     """
     launch = {
         "WORLD_SIZE": "4",
@@ -109,7 +112,7 @@ def model_across_hosts(cluster: Cluster, words: list[str]) -> list[Program]:
     ]
 
 
-# how many hosts, how ranks are started, and of each rank the first one of its host
+# the number of hosts, how ranks are started, and for each rank the first rank of its host
 WAYS = {
     "one host": (1, on_one_host, [0, 0, 0, 0]),
     "data across hosts": (2, model_inside_hosts, [0, 0, 2, 2]),
@@ -142,8 +145,9 @@ def script(tmp_path: Path) -> Path:
 def test_model_parallel_losses_equal_serial(
     clusters: Clusters, script: Path, monkeypatch: pytest.MonkeyPatch, way: str, strategy: str
 ) -> None:
-    """In float64, with dropout and clipping over all parts; the whole model lies once on each
-    host until it is cut.
+    """The training is in float64, with dropout, and with clipping over all parts.
+
+    Each host holds the whole model once, until the model is divided.
     """
     monkeypatch.setattr("sys.argv", [str(script), "serial", str(script.with_name("alone"))])
     runpy.run_path(str(script))
@@ -163,7 +167,7 @@ def test_model_parallel_losses_equal_serial(
 # ---- killed at random ------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Death:
-    """Of a rank, as it has come to a step and made so many calls after that."""
+    """The death of a rank: it reaches a step, makes some calls, and is killed."""
 
     way: str
     strategy: str
@@ -176,8 +180,9 @@ class Death:
 
 
 def deaths(count: int) -> Iterator[Death]:
-    """Half of them in the first step, in which a rank makes the most: it looks, cuts, makes
-    groups and compares.
+    """Yield random deaths, half of them in the first step.
+
+    A rank makes most calls there: it inspects and divides the model, makes groups and compares.
     """
     chosen = random.Random(7)
     for number in range(count):
@@ -193,7 +198,7 @@ def deaths(count: int) -> Iterator[Death]:
 
 @contextmanager
 def told(path: Path) -> Iterator[Callable[[], None]]:
-    """A pipe with a name, and a wait until somebody writes into it."""
+    """Make a named pipe, and yield a function that waits until a process writes into it."""
     os.mkfifo(path)
     end = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with selectors.DefaultSelector() as waiting:
@@ -209,8 +214,9 @@ def told(path: Path) -> Iterator[Callable[[], None]]:
 
 
 def left_on(cluster: Cluster) -> list[str]:
-    """Files of hosts' memory, where temporary ones are too; of torch's own, which it leaves,
-    nothing is said.
+    """Return the files that are left in the shared memory of the hosts.
+
+    Temporary files are there too. Files that torch itself leaves are ignored.
     """
     lists = [
         subprocess.run(
@@ -242,8 +248,9 @@ def left_on(cluster: Cluster) -> list[str]:
 def test_killed_rank_ends_all_ranks_and_is_named(
     clusters: Clusters, script: Path, death: Death
 ) -> None:
-    """Whoever outlives it is told by torchrun to end, or finds a connection closed; nobody
-    waits for the limit of 300 s.
+    """The other ranks end soon: torchrun stops them, or they find a closed connection.
+
+    No rank waits for the time limit of 300 s.
     """
     count, started, _ = WAYS[death.way]
     with clusters(count) as cluster, told(script.with_name("told")) as died:
@@ -274,6 +281,6 @@ def test_killed_rank_ends_all_ranks_and_is_named(
         rf"from rank {death.rank}, which says|{death.rank} +\| says nothing"
     )
     assert any(re.search(named, text) for text in complaints), complaints
-    # whoever outlives it says for whom it waited
+    # each surviving rank names the rank for which it waited
     for text in complaints:
         assert re.search(WAITED, text), text

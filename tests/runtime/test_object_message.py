@@ -1,4 +1,4 @@
-"""An object is the same after a message, and a tensor comes without the rest of its storage."""
+"""An object is unchanged by a message; a view is sent without the rest of its storage."""
 
 from __future__ import annotations
 

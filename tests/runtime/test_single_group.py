@@ -1,4 +1,4 @@
-"""Collectives of torch.distributed in user code: equal to serial, or ended by name."""
+"""If user code calls torch.distributed, training equals serial, or ends with a clear error."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_default_group_has_one_rank_for_a_while(backend: str, pool: Launcher) ->
 
 # ---- in a training ----------------------------------------------------------------------------
 def share(value: Tensor) -> Tensor:
-    """The sum over the ranks that user code sees, as detection models share numbers of boxes."""
+    """Return the sum over all ranks that user code sees; detection models sum box counts so."""
     value = value.detach().clone()
     if dist.is_initialized():
         dist.all_reduce(value)
@@ -60,7 +60,7 @@ def count_of_ranks() -> int:
 
 
 def averaged_loss(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Divides by the mean count of a rank, and gives the weight accordingly: as one worker's."""
+    """Divide by the mean count of a rank, and return a weight that gives the loss of serial."""
     mean_count = share(torch.tensor(float(len(target)))) / count_of_ranks()
     total = functional.cross_entropy(output, target, reduction="sum")
     return total / mean_count * len(target), torch.tensor(float(len(target)))
@@ -92,7 +92,10 @@ def shared_collate(samples: list[Any]) -> Any:
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 @pytest.mark.parametrize("place", ["loss", "forward", "metric", "collate"])
 def test_collectives_of_user_code_equal_serial(place: str, backend: str, tmp_path: Path) -> None:
-    """The reference step ran on rank 0 alone: 300 s of silence over gloo."""
+    """Earlier, the reference step called the collective on rank 0 only.
+
+    Over gloo, the run then waited for 300 s without any message.
+    """
     changes: dict[str, dict[str, Any]] = {
         "loss": {"loss": averaged_loss},
         "forward": {"model": SharesInForward},

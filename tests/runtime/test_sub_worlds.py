@@ -1,5 +1,6 @@
-"""Worlds cut out of worlds: every collective among some of the ranks, with other numbers on
-every rank.
+"""Sub-worlds: every collective works among some of the ranks of a world.
+
+Inputs differ by rank.
 """
 
 from __future__ import annotations
@@ -52,9 +53,7 @@ def same(found: Tensor, wanted: Tensor) -> None:
 
 
 def collectives(world: World, mine: int, members: Sequence[int]) -> None:
-    """Everything that a World does, among ranks of the launched world that are named here
-    anew.
-    """
+    """Run every operation of a World whose ranks are `members` of the launched world."""
     assert (world.size, members[world.rank]) == (len(members), mine)
     everyone = torch.stack([numbers(member) for member in members])
     same(world.all_reduce(numbers(mine)), everyone.sum(0))
@@ -79,8 +78,9 @@ def collectives(world: World, mine: int, members: Sequence[int]) -> None:
 
 
 def line(sizes: Sequence[int], rank: int, along: Sequence[int]) -> list[int]:
-    """Who differs from a rank along these axes alone, by the definition: the last axis counts
-    ones
+    """Return the ranks that differ from a rank along these axes only, by the definition.
+
+    Along the last axis, consecutive ranks differ by one.
     """
 
     def place(rank: int) -> list[int]:
@@ -172,7 +172,7 @@ def owners(world: World) -> None:
         collectives(found, world.rank, members)
         collectives(found.duplicate(), world.rank, members)
         hosted = found.duplicate(through_host=True)
-        assert hosted.backend == world.backend  # gloo where that is NCCL
+        assert hosted.backend == world.backend  # but gloo instead of NCCL
         collectives(hosted, world.rank, members)
     assert world.split_ranks([]) is None
     alone = world.split_ranks([[rank] for rank in range(world.size)])
@@ -183,17 +183,17 @@ def owners(world: World) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_root_rank_is_of_the_sub_world(pool: Launcher, backend: str) -> None:
-    """`agreed` broadcast from the launched rank 0, whose number among ranks 3 and 0 is 1; where
-    it was not among them, torch raised. A rank in no set goes on without a world, and one alone
-    has an ordinary one.
+    """The root of a collective is the first rank of the sub-world.
+
+    Earlier, `agreed` broadcast from rank 0 of the launched world, which has the number 1 among
+    ranks 3 and 0. If it was not a member, torch raised an error. A rank in no set continues
+    without a sub-world. A rank that is alone in its set has a usual world of size 1.
     """
     pool.run(owners, size=4, backend=backend)
 
 
 def stages(world: World) -> None:
-    """Ranks 0 and 1 make groups of which 2 and 3 hear nothing, then 2 and 3 some at the same
-    time; then all together.
-    """
+    """Create groups of ranks 0 and 1 only, then of ranks 2 and 3, then of all ranks."""
     first = world.split_ranks([[0, 1]])
     second = world.split_ranks([[2, 3], [0, 1]])
     assert second is not None
@@ -217,9 +217,11 @@ def stages(world: World) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_groups_are_created_without_the_other_ranks(pool: Launcher, backend: str) -> None:
-    """torch names a group by how many a rank was asked for: a stage with batch norm, whose
-    ranks have a twin that no other stage has, would wait for ever in the next group that it
-    shares with them. And groups of one name would meet in the store.
+    """Some ranks can create a group without the others.
+
+    Torch names a group by the number of groups that a rank has created. A stage with batch norm
+    duplicates its group, and other stages do not. So it would wait for ever in the next group
+    that it shares with them. Also, groups of the same name would use the same keys in the store.
     """
     pool.run(stages, size=4, backend=backend)
 
@@ -253,8 +255,10 @@ LEAVES = """
 
 @pytest.mark.table
 def test_leaving_a_world_leaves_its_sub_worlds(tmp_path: Path) -> None:
-    """A world was let go of as it was left, and copies of it with axes were not: gloo's
-    threads, still held as the interpreter ended, aborted it, two times in ten.
+    """A process that leaves a world also releases all worlds made from it.
+
+    Earlier, it released the world itself, but not its copies with axes. Their gloo threads still
+    existed when the interpreter ended, and aborted it in two of ten runs.
     """
     script = tmp_path / "leaves.py"
     script.write_text(textwrap.dedent(LEAVES))
@@ -278,10 +282,11 @@ def test_leaving_a_world_leaves_its_sub_worlds(tmp_path: Path) -> None:
     ] * 2, told
 
 
-# ---- what others built -----------------------------------------------------------------------
+# ---- torch's engines -------------------------------------------------------------------------
 def engines(world: World) -> None:
-    """One backward by DDP and one by FSDP2 over a line of the grid; each line has a model of
-    its own.
+    """Run one backward of DDP and one of FSDP2 along an axis of the grid.
+
+    Each group along this axis has its own model.
     """
     whole = world.add_axes(("data", 2), ("tensor", 2))
     data = whole.select_axes("data")

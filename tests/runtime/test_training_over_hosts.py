@@ -1,5 +1,6 @@
-"""Several hosts: torchrun across them, as the README says it, is the same training; and when
-one rank dies nobody stays.
+"""Training over several hosts with torchrun, as the README describes it, equals serial.
+
+If one rank dies, all ranks on all hosts end.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ Clusters = Callable[..., AbstractContextManager[Cluster]]
 
 
 def typed(cluster: Cluster, lines: list[str], folder: Path) -> list[str]:
-    """Each line into a shell of its host, which has no variables of ours; what they printed."""
+    """Run each line in a shell on its own host, and return what the shells printed.
+
+    The variable GLOO_SOCKET_IFNAME is not set there.
+    """
     programs = [
         cluster.start(
             host, ["sh", "-c", line], folder=folder, environment={"GLOO_SOCKET_IFNAME": None}
@@ -83,8 +87,9 @@ TRAINS = """
 def test_three_hosts_train_as_serial_and_all_reduces_are_exact(
     clusters: Clusters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In float64; and every schedule over real links, exactly, with another vector on every
-    rank.
+    """The training is in float64.
+
+    Every all-reduce schedule gives the exact sum over real links; vectors differ by rank.
     """
     script, here, there = (tmp_path / name for name in ("trains.py", "alone.pt", "three.pt"))
     script.write_text(textwrap.dedent(TRAINS))
@@ -105,12 +110,12 @@ def test_three_hosts_train_as_serial_and_all_reduces_are_exact(
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """A folder with the README's files, and its .venv."""
+    """Make a folder with the files of the README, and with its .venv."""
     for name in ("mine.py", "own.py"):
         code = re.search(rf"```python\n# {name}\n(.*?)```", README, re.DOTALL)
         assert code is not None
         (tmp_path / name).write_text(code.group(1))
-    # torchrun's Python has -u: two ranks may print into one line
+    # torchrun starts Python with -u, so two ranks may print into one line; files are safe
     with open(tmp_path / "own.py", "a") as own:
         own.write(
             "total = sum(parameter.sum().item() for parameter in model.parameters())\n"
@@ -126,7 +131,7 @@ LINES = re.findall(r"^GLOO_SOCKET_IFNAME=.* --nnodes 2 .*$", README, re.MULTILIN
 
 @pytest.mark.story
 def test_readme_commands_for_two_hosts(clusters: Clusters, place: Path) -> None:
-    """Two hosts with two ranks each, to the same parameters as one worker's."""
+    """Two hosts with two ranks each reach the same parameters as one worker."""
     assert len(LINES) == 2
     alone = subprocess.run(
         [sys.executable, "own.py"],
@@ -141,13 +146,13 @@ def test_readme_commands_for_two_hosts(clusters: Clusters, place: Path) -> None:
         assert all(typed(cluster, LINES, place))
     for rank in range(4):
         found, other = (place / str(rank)).read_text().split()
-        # float32
+        # the tolerance is for float32
         assert (found, float(other)) == (steps, pytest.approx(float(total), rel=1e-4))
 
 
 @pytest.mark.table
 def test_several_hosts_example_as_typed(clusters: Clusters, place: Path) -> None:
-    """What the first lines of examples/several_hosts.sh say to type, on two hosts."""
+    """The commands in the first lines of examples/several_hosts.sh work on two hosts."""
     (place / "examples").symlink_to(ROOT / "examples")
     told = (ROOT / "examples" / "several_hosts.sh").read_text()
     lines = re.findall(r"^#     (sh examples/several_hosts.sh \d \S+ \S+) ", told, re.MULTILINE)
@@ -189,7 +194,7 @@ DIES = """
 
 @pytest.mark.table
 def test_dead_rank_ends_the_ranks_of_all_hosts(clusters: Clusters, tmp_path: Path) -> None:
-    """The connections to it close; nobody waits for it until its time limit of 300 s."""
+    """The connections to the dead rank close, so no rank waits for the time limit of 300 s."""
     (tmp_path / "dies.py").write_text(textwrap.dedent(DIES))
     with clusters(2) as cluster:
         with pytest.raises(HostFailed, match="SIGKILL") as caught:
@@ -209,7 +214,7 @@ JOINS = """
 
 @pytest.mark.table
 def test_links_between_hosts_are_measured(clusters: Clusters, tmp_path: Path) -> None:
-    """Also where ranks 0 and 1 are on one host."""
+    """The links between hosts are measured, though ranks 0 and 1 are on the same host."""
     with clusters(2, megabits=200) as cluster:
         told = cluster.run(
             ["-m", "paragrad", "measure", "--interface", "eth0", "--output", "machine.json"],
@@ -229,8 +234,9 @@ def test_links_between_hosts_are_measured(clusters: Clusters, tmp_path: Path) ->
 
 @pytest.mark.table
 def test_missing_interface_is_refused_before_joining(clusters: Clusters) -> None:
-    """Nobody else has started: this rank would wait for the others, and asks for none of
-    them.
+    """A wrong interface is refused at once.
+
+    No other rank has started here, so this rank would otherwise wait for the others.
     """
     rank = {
         "RANK": "0",
@@ -296,7 +302,8 @@ job = pg.Job(
 @pytest.mark.parametrize(
     ("strategy", "places", "victim", "name"),
     [
-        # gloo's connections end first, if the ranks still share values
+        # The pattern also allows gloo's message: its connections end first while the ranks
+        # still exchange values.
         ("server(2)", [0, 0, 1], 2, r"server 0|rank\(s\) 2 say nothing"),
         ("server(2)", [0, 1, 0], 1, r"worker 1|rank\(s\) 1 say nothing"),
         ("server(2, sync=asp)", [0, 0, 1], 2, r"server 0|rank\(s\) 2 say nothing"),
@@ -311,7 +318,10 @@ def test_process_of_another_host_is_named(
     name: str,
     tmp_path: Path,
 ) -> None:
-    """No process of another host can be watched; its connection ends, and does not come back."""
+    """A rank cannot watch the process of another host.
+
+    It sees that the connection ends, and that the process does not connect again.
+    """
     (tmp_path / "dying.py").write_text(DYING_JOB)
     words = [sys.executable, "-m", "paragrad", "train", "dying.py", "--strategy", strategy]
     with clusters(2) as cluster:

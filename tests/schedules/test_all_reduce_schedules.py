@@ -1,4 +1,4 @@
-"""Every all-reduce, at every size: proved, counted, drawn."""
+"""Every all-reduce is proved at every size; its messages are counted, and it is drawn."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ def test_schedule_is_proved_at_every_size_and_length(
 ) -> None:
     for length in (0, 1, size - 1, size, 1000) if size < 9 else (1, 1000):
         proof = prove_schedule(schedule, size, length)
-        # an edge of each tree, up and down; a part added at a time
+        # Each edge of both trees is used up and down; a rank adds one part at a time.
         if isinstance(schedule, DoubleTree):
             assert proof.messages == 4 * (size - 1) * schedule.count_segments()
             assert proof.scratch == (-(-length // schedule.parts(size)) if size > 1 else 0)
         else:
-            # posted in groups, as NCCL wants it, none of the others hangs
+            # If messages are posted in groups, as NCCL requires, the other schedules do not hang.
             assert proof.grouped
             form = compute_exchange_cost(schedule, size, length)
             assert proof.messages == form.messages
@@ -101,8 +101,9 @@ def test_both_halves_are_proved_and_form_the_exchange(
 
 @dataclass(frozen=True)
 class InTurn:
-    """What the wire makes of long messages, at worst: of sends in a row to different ranks, one
-    is over before the next.
+    """A schedule in which a send ends before the next one to another rank begins.
+
+    This is the worst case for long messages in the transport.
     """
 
     schedule: Collective
@@ -133,8 +134,9 @@ class InTurn:
     ids=str,
 )
 def test_serialized_sends_do_not_deadlock(schedule: Collective) -> None:
-    """The wire lets long ones go one after the other, which a schedule that was proved without
-    could answer with a hang.
+    """The transport sends long messages one after the other.
+
+    A schedule that was proved without this could hang, so all are proved with it too.
     """
     for size in (3, 6, 9, 12) if isinstance(schedule, TwoLevel) else SMALL:
         assert (
@@ -171,7 +173,10 @@ def test_groups_must_cover_all_ranks() -> None:
 
 @pytest.mark.parametrize("size", SMALL[2:])
 def test_rendezvous_sends_deadlock_in_send_first_orders(size: int) -> None:
-    """What blocking MPI sends of long messages do: only the orders made for them survive."""
+    """Long blocking sends of MPI wait for their receiver.
+
+    Most schedules deadlock then; only those with a suitable order of messages do not.
+    """
     free = {
         schedule: prove_schedule(schedule, size, 100).rendezvous
         for schedule in SCHEDULES
@@ -205,8 +210,10 @@ def test_ring_sends_to_neighbours_only(size: int) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_double_trees_share_the_work(size: int) -> None:
-    """Two spanning trees of logarithmic depth, in which no rank has more than two children;
-    whoever has children in one is a leaf in the other, but for rank 0 of an odd number.
+    """The two spanning trees have logarithmic depth, and no rank has more than two children.
+
+    A rank that has children in one tree is a leaf in the other. Only rank 0 of an odd number of
+    ranks is an exception.
     """
     families = [
         [find_double_tree_relatives(rank, size, tree) for rank in range(size)] for tree in (0, 1)
@@ -245,7 +252,7 @@ def test_tree_has_logarithmic_depth(size: int) -> None:
 
 
 class Numbers:
-    """The walk's plainest meaning: every slot holds a list of numbers."""
+    """The simplest values for the interpreter: every slot holds a list of numbers."""
 
     def __init__(self, vectors: list[list[float]], parts: int) -> None:
         cuts = split_evenly(len(vectors[0]), parts)
@@ -338,7 +345,7 @@ def test_schedule_drawing(schedule: Collective, size: int) -> None:
 
 
 def test_pipeline_drawing() -> None:
-    """The same words over slots of any names, by the same player."""
+    """The same drawing works for schedules whose slots have names instead of numbers."""
     assert draw_text(Forwards(2), 3) == lines("""
         0 | Fx0   >1:x0   Fx1   >1:x1
         1 |       <0:x0   Fx0   >2:x0 <0:x1   Fx1   >2:x1

@@ -1,5 +1,6 @@
-"""Pipelines as schedules: how they are drawn, bubbles and peaks by the clock against the
-formulas, and what is no pipeline.
+"""Schedules of pipelines: drawings, bubbles and peaks of activations, and invalid schedules.
+
+The simulated clock measures bubbles, which must equal the formulas.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ TIMES = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
 
 def drawn(pipelined: MicroBatchSchedule, size: int) -> str:
-    """What each rank computes, in order."""
+    """Draw what each rank computes, in order."""
     return "\n".join(
         f"{rank} | "
         + " ".join(
@@ -98,14 +99,14 @@ def test_no_gradient_is_sent_before_the_first_trained_stage() -> None:
 
 # ---- bubbles and peaks -----------------------------------------------------------------------
 def seconds(pipelined: MicroBatchSchedule, size: int, times: dict[str, float] = TIMES) -> float:
-    """Of a step where messages cost nothing and every rank has a core of its own."""
+    """Return the time of a step, if messages cost nothing and every rank has its own core."""
     lengths = dict.fromkeys(pipelined.slots(size), 0)
     return time_schedule(pipelined, size, lengths, Cluster(Link(0.0, 0.0)), durations=times).seconds
 
 
 @pytest.mark.parametrize(("schedule", "share"), [(Gpipe(), 1), (OneFOneB(), 1)], ids=str)
 def test_the_bubble_of_whole_backwards(schedule: PipelineSchedule, share: int) -> None:
-    """(p - 1)(F + B + W)."""
+    """The bubble is (p - 1)(F + B + W)."""
     for size, micro in SIZES:
         assert seconds(MicroBatchSchedule(schedule, micro), size) == 3 * micro + 3 * (size - 1), (
             size,
@@ -115,7 +116,7 @@ def test_the_bubble_of_whole_backwards(schedule: PipelineSchedule, share: int) -
 
 @pytest.mark.parametrize("chunks", [2, 3, 4])
 def test_the_bubble_of_interleaved_stages(chunks: int) -> None:
-    """(p - 1)(F + B + W) / v, where the micro-batches are a multiple of p."""
+    """The bubble is (p - 1)(F + B + W) / v, if the number of micro-batches is a multiple of p."""
     times = {what: duration / chunks for what, duration in TIMES.items()}
     for size, micro in SIZES:
         if micro % size == 0:
@@ -124,8 +125,9 @@ def test_the_bubble_of_interleaved_stages(chunks: int) -> None:
 
 
 def test_bubble_of_zero_bubble_schedules() -> None:
-    """(p - 1)(F + B - W) at F = B = W, and (p - m) W more where there are fewer micro-batches
-    than stages.
+    """The bubble is (p - 1)(F + B - W), here with F = B = W.
+
+    If there are fewer micro-batches than stages, it is longer by (p - m) W.
     """
     for size, micro in SIZES:
         assert seconds(MicroBatchSchedule(ZeroBubble(), micro), size) == 3 * micro + size - 1 + max(
@@ -146,7 +148,10 @@ def test_the_peak_of_activations() -> None:
 
 
 def test_the_peak_of_interleaved_stages() -> None:
-    """p (1 + (p - 1) / (p v)) of a rank's whole part: each of its v stages is 1/v of that."""
+    """The peak is p (1 + (p - 1) / (p v)) times the activations of a rank's whole part.
+
+    Each of the v stages of a rank is 1/v of its part.
+    """
     for chunks in (2, 3, 4):
         for size, micro in SIZES:
             if micro % size == 0 and micro > size:
@@ -171,7 +176,7 @@ def test_every_schedule_is_a_pipeline(schedule: PipelineSchedule, size: int) -> 
 
 
 class Backward(PipelineSchedule, abstract=True):
-    """All backwards before the forwards."""
+    """A wrong schedule: all backwards come before the forwards."""
 
     def order(self, rank: int, size: int, micro: int) -> Iterator[Task]:
         yield from (("B", 0, each) for each in range(micro))
@@ -179,7 +184,7 @@ class Backward(PipelineSchedule, abstract=True):
 
 
 class Lazy(PipelineSchedule, abstract=True):
-    """The last micro-batch gets no backward."""
+    """A wrong schedule: the last micro-batch has no backward."""
 
     def order(self, rank: int, size: int, micro: int) -> Iterator[Task]:
         yield from (("F", 0, each) for each in range(micro))
@@ -193,9 +198,7 @@ class Twice(PipelineSchedule, abstract=True):
 
 
 class Crossed(PipelineSchedule, abstract=True):
-    """Rank 0 takes the micro-batches from the last to the first, rank 1 from the first to the
-    last.
-    """
+    """A valid schedule: rank 0 takes the last micro-batch first, rank 1 takes it last."""
 
     def order(self, rank: int, size: int, micro: int) -> Iterator[Task]:
         yield from (("F", 0, each) for each in (range(micro) if rank else reversed(range(micro))))
@@ -231,8 +234,8 @@ def test_invalid_pipeline_is_refused(wrong: type[PipelineSchedule], told: str) -
 
 
 def test_micro_batches_may_be_sent_in_any_order() -> None:
-    """What comes in another order than it is needed is taken in the order in which it is
-    sent.
+    """If messages are sent in another order than they are needed, a rank receives them in the
+    order in which they are sent.
     """
     pipelined = MicroBatchSchedule(Crossed(), 3)
     prove_schedule(pipelined, 2, dict.fromkeys(pipelined.slots(2), 1), GOALS["pipeline"])

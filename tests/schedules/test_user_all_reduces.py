@@ -1,5 +1,6 @@
-"""All-reduces of a user's own: ten lines that are right, and every way to be wrong, refused by
-name.
+"""All-reduces that a user writes: a valid one of ten lines, and many invalid ones.
+
+Each invalid one is refused with a message that says what is wrong.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ pytestmark = pytest.mark.pure
 
 @dataclass(frozen=True)
 class Line:
-    """What a user writes: every rank hands its neighbour chunk after chunk, once round to add
-    and once round to tell.
+    """A ring, as a user writes it: every rank sends chunk after chunk to its right neighbour.
+
+    In the first round the ranks add the chunks, in the second round they copy the sums.
     """
 
     def program(self, rank: int, size: int) -> Any:
@@ -40,8 +42,9 @@ class Line:
 
 
 def test_ten_line_all_reduce_is_proved_and_timed() -> None:
-    """A class of nobody's with a `program` alone: proved, drawn, counted and timed; its vector
-    has a part for each rank.
+    """A class without a base class needs only a `program`.
+
+    It is proved, drawn, counted and timed, and its vector has one part for each rank.
     """
     for size in (1, 2, 3, 4, 7):
         proof = prove_schedule(Line(), size)
@@ -69,7 +72,7 @@ def test_all_reduce_with_a_base_class_has_one_part_per_rank() -> None:
 
 
 class Broken(Line):
-    """Line with a program, or a number of parts, of the story's."""
+    """Line with another program, and perhaps another number of parts."""
 
     def __init__(
         self, program: Callable[[int, int], Any], parts: Callable[[int], Any] | None = None
@@ -80,12 +83,12 @@ class Broken(Line):
 
 
 def changed(change: Callable[[int, int, list[Any]], Any]) -> Callable[[int, int], Any]:
-    """change(rank, size, actions) of what is right."""
+    """Return the program of Line, changed by change(rank, size, actions)."""
     return lambda rank, size: iter(change(rank, size, list(Line().program(rank, size))))
 
 
 def without(victim: int, number: int) -> Callable[[int, int], Any]:
-    """One rank leaves out an action."""
+    """Return the program of Line, in which one rank leaves out an action."""
     return changed(
         lambda rank, size, actions: [
             each for at, each in enumerate(actions) if (rank, at) != (victim, number)
@@ -94,7 +97,7 @@ def without(victim: int, number: int) -> Callable[[int, int], Any]:
 
 
 def instead(victim: int, number: int, action: Any) -> Callable[[int, int], Any]:
-    """One rank does something else."""
+    """Return the program of Line, in which one rank makes another action instead."""
     return changed(
         lambda rank, size, actions: [
             action if (rank, at) == (victim, number) else each for at, each in enumerate(actions)
@@ -107,7 +110,10 @@ def skipping(rank: int, size: int) -> Program:
 
 
 def whole_vector(rank: int, size: int) -> Program:
-    """Fine among 2 and 4, whose partners are their own inverse."""
+    """Exchange whole vectors with the rank at distance 1, 2, 4, ...
+
+    This works for 2 and 4 ranks, where every rank has a partner; with 3 ranks, one has none.
+    """
     distance = 1
     while distance < size:
         yield Send(rank ^ distance, range(size))
@@ -152,8 +158,9 @@ def of_one_argument(rank: int) -> Any:
 
 @dataclass(frozen=True)
 class ByCall:
-    """Round to the right, then, when all are asked again, to the left: each is right, so no
-    walk alone can tell.
+    """A program that sends to the right at the first call, and to the left at the second.
+
+    Each direction is valid alone, so the proof must compare two calls.
     """
 
     calls: Iterator[int]
@@ -183,7 +190,7 @@ def by_chance(rank: int, size: int) -> Any:
 SHARED = {(rank, size): Line().program(rank, size) for size in (3,) for rank in range(size)}
 NOBODY = "is for a rank that does not exist: there are 0 to 2, as whole numbers"
 
-# the story; the program; what is refused among 3 ranks
+# Each row: what is wrong; the program; the message of the refusal with 3 ranks.
 STORIES: dict[str, tuple[Callable[..., Any], str]] = {
     "a chunk skipped on both ends": (
         skipping,
@@ -330,8 +337,9 @@ def test_all_reduce_of_some_sizes_is_proved_there() -> None:
 
 
 def test_random_schedules_are_refused() -> None:
-    """Whichever way they fall: messages that do not match, a deadlock, or another program when
-    asked again.
+    """A program in random order is refused, whatever order it gets.
+
+    Its messages do not match, or it deadlocks, or the second call gives another program.
     """
     for _ in range(20):
         with pytest.raises(
@@ -382,7 +390,7 @@ def test_invalid_parts_are_refused(parts: Callable[..., Any], message: str) -> N
 
 
 def test_refusal_of_a_schedule_is_passed_on() -> None:
-    """two_level says itself which groups there can be; nobody says it in other words."""
+    """two_level itself refuses wrong groups, and its message is passed on unchanged."""
     with pytest.raises(
         Refused, match="groups of 2 do not make up 3 ranks; give a group that divides 3"
     ):
@@ -394,7 +402,10 @@ def test_refusal_of_a_schedule_is_passed_on() -> None:
 
 
 def test_clock_reads_each_program_once() -> None:
-    """It restarted a list whenever a rank had to wait, and went round for ever."""
+    """Earlier, if the program was a list, the clock restarted it whenever a rank had to wait.
+
+    So it never ended. Now the clock reads each program once.
+    """
     cluster = Cluster(Link(3.0, 0.5))
     for story in (
         "a list where a generator was meant",

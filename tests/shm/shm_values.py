@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-LONG = 1_200_001  # float32: more than two areas, and an odd number
+LONG = 1_200_001  # as float32, more than two shared memory areas; an odd number
 
 
 def values(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Small whole numbers, other ones on every rank: every sum is exact in every type."""
+    """Return small whole numbers that differ by rank; every sum is exact in every type."""
     count = torch.Size(shape).numel()
     return ((torch.arange(count) * (rank + 1) + 3 * rank) % 5).to(dtype).view(shape)
 

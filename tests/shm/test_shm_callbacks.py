@@ -1,4 +1,4 @@
-"""Callbacks of futures that call collectives and wait for them, as torch's communication hooks do.
+"""Callbacks of futures call collectives and wait for them, as torch's communication hooks do.
 
 Inputs differ by rank.
 """
@@ -27,13 +27,13 @@ pytestmark = pytest.mark.processes
 
 # ---- torch's PowerSGD under DistributedDataParallel ------------------------------------------
 def train_with_power_sgd(world: World, bucket_megabytes: float, in_half: bool) -> list[Tensor]:
-    """Train ten steps; a bucket's hook waits for two all-reduces in callbacks of another one."""
+    """Train ten steps; the hook of a bucket waits for two all-reduces in callbacks of a third."""
     compress = fp16_compress_wrapper(powerSGD_hook) if in_half else powerSGD_hook
 
     def hook(state, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations as text
         future = compress(state, bucket)
         if world.backend == "gloo":
-            # gloo runs callbacks of two buckets in threads, and mixes up their all-reduces
+            # gloo runs the callbacks of two buckets in two threads, which mix up their all-reduces
             future.wait()
         return future
 
@@ -67,7 +67,10 @@ def train_with_power_sgd(world: World, bucket_megabytes: float, in_half: bool) -
 def test_torch_power_sgd_equals_gloo(
     pool: Launcher, bucket_megabytes: float, in_half: bool
 ) -> None:
-    """It never ended: the daemon ran the callback, which waited for what only the daemon runs."""
+    """Earlier, this training never ended.
+
+    The daemon thread ran the callback, which waited for collectives that only the daemon runs.
+    """
     found, wanted = (
         pool.run(train_with_power_sgd, bucket_megabytes, in_half, size=2, backend=backend)
         for backend in ("shm", "gloo")
@@ -79,9 +82,9 @@ def test_torch_power_sgd_equals_gloo(
 
 # ---- programs --------------------------------------------------------------------------------
 def chains_of_all_reduces(world: World) -> None:
-    """Each collective is followed by three in callbacks, while further ones are queued.
+    """After each collective, a callback makes three more, while further ones are queued.
 
-    The rank waits for works in an order of its own: callbacks run in its thread or the daemon's.
+    Each rank waits in another order, so callbacks run in its own thread or in the daemon's.
     """
     wanted = sum(values(rank, 3_000) for rank in range(world.size))
 
@@ -96,7 +99,7 @@ def chains_of_all_reduces(world: World) -> None:
     works = []
     futures = []
     for turn in range(12):
-        # other lengths and types: an exchange between two of another place in the order fails
+        # The types alternate, so a collective fails if it meets another turn's collective.
         mine = values(world.rank, 3_000).to(torch.float64 if turn % 2 else torch.int64)
         work = dist.all_reduce(mine, async_op=True)
         futures.append(work.get_future().then(reduce_again))
@@ -118,7 +121,7 @@ def waits_for_a_later_one(world: World) -> None:
         later[0].wait()
         return second
 
-    with dist.group.WORLD.collective_queue.lock:  # the daemon begins below
+    with dist.group.WORLD.collective_queue.lock:  # the daemon waits for this lock
         work = dist.all_reduce(first, async_op=True)
         future = work.get_future().then(wait_for_second)
         later.append(dist.all_reduce(second, async_op=True))
@@ -126,7 +129,7 @@ def waits_for_a_later_one(world: World) -> None:
 
 
 def error_in_a_callback(world: World) -> None:
-    """It ends in the future; the queue goes on."""
+    """An error in a callback is raised by its future, and the queue continues."""
 
     def reduce_and_fail(_: object) -> None:
         dist.all_reduce(torch.ones(3), async_op=True).get_future().wait()
@@ -141,7 +144,7 @@ def error_in_a_callback(world: World) -> None:
 
 
 def answers_to_messages(world: World) -> None:
-    """A callback of a message waits for further ones."""
+    """The callback of a message waits for further messages."""
     right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     taken, answer = torch.empty(5), torch.empty(60_000)
 
@@ -152,7 +155,7 @@ def answers_to_messages(world: World) -> None:
         return answer
 
     future = dist.irecv(taken, left).get_future().then(exchange)
-    dist.barrier()  # before a message has come, no callback runs at once
+    dist.barrier()  # no message is sent before all ranks have registered their callbacks
     dist.send(values(world.rank, 5), right)
     same(future.wait(), values(right, 60_000))
     same(taken, values(left, 5))

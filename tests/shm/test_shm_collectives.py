@@ -1,5 +1,6 @@
-"""The backend shm: every operation of torch.distributed's Python functions, against what it
-should give, on real ranks.
+"""The backend shm: every operation of torch.distributed's Python functions gives the right result.
+
+The operations run in real rank processes.
 """
 
 from __future__ import annotations
@@ -53,8 +54,10 @@ def all_reduces(world: World) -> None:
 
 
 def in_inference_mode(world: World) -> None:
-    """Who met first was in it (a test of a model), and whoever met in a step afterwards was not
-    allowed to write.
+    """A collective in inference mode may come before one outside of it.
+
+    Earlier, if the first collective ran in inference mode (in a test of a model), the cached views
+    were inference tensors. So a later collective in a training step could not write to them.
     """
     for size in (17, 20_017):
         for inside in (True, False):
@@ -119,7 +122,7 @@ def not_contiguous(world: World) -> None:
 
 
 def same_bits(world: World) -> None:
-    """Both ways of adding, short and long, are in rank order."""
+    """Sums of short and of long tensors use different code, but both add in rank order."""
     small = dist.group.WORLD.attached.areas.small_bytes // 4
     for count in (7, small, small + 1, 300_000, 1_200_001):
         everyone = [
@@ -175,7 +178,7 @@ def gathers(world: World) -> None:
 def scatters(world: World) -> None:
     ranks = range(world.size)
     for shape in ((0,), (3, 2), (LONG,)):
-        # by rank, by destination
+        # indexed by the sending rank, then by the destination
         inputs = [[values(rank, *shape) + to for to in ranks] for rank in ranks]
         wanted = sum(inputs[rank][world.rank] for rank in ranks)
         out = torch.empty(shape)

@@ -1,4 +1,4 @@
-"""The backend shm: messages, operations that are waited for later, and how failures end."""
+"""The backend shm: messages, operations that a rank waits for later, and failures."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def batches(world: World) -> None:
 
 
 def tags(world: World) -> None:
-    """Messages wait for a receive of their tag, in order within one tag."""
+    """A message waits for a receive of its tag; messages of one tag keep their order."""
     if world.rank == 0:
         for tag, number in ((1, 10), (2, 20), (1, 11), (3, 30)):
             dist.send(torch.full((LONG if tag == 2 else 3,), float(number)), 1, tag=tag)
@@ -79,7 +79,7 @@ def from_any(world: World) -> None:
 
 
 def both_send_first(world: World) -> None:
-    """More than the region holds, both ways at once."""
+    """Ranks 0 and 1 send each other at once more than the shared memory region holds."""
     if world.rank < 2:
         count = 3_000_000
         work = dist.isend(values(world.rank, count), 1 - world.rank)
@@ -90,7 +90,7 @@ def both_send_first(world: World) -> None:
 
 
 def sends_while_others_wait(world: World) -> None:
-    """A long send that nobody waits for moves on while its rank is in a collective."""
+    """A long send continues while its rank waits in a collective instead."""
     count = 3_000_000
     if world.rank == 0:
         work = dist.isend(values(0, count), 1)
@@ -106,7 +106,7 @@ def sends_while_others_wait(world: World) -> None:
 
 
 def crosswise(world: World) -> None:
-    """Rank 0 starts an all-reduce, sends, then waits; rank 1 receives before it all-reduces."""
+    """Rank 0 starts an all-reduce, sends, then waits; rank 1 receives before its all-reduce."""
     mine = values(world.rank, 40_000)
     message = torch.zeros(4)
     if world.rank == 0:
@@ -122,8 +122,9 @@ def crosswise(world: World) -> None:
 
 
 def later(world: World) -> None:
-    """Works in any order of waiting, futures that nobody here carries out, and what they
-    give.
+    """Ranks wait for works in any order; the daemon runs works that no thread waits for.
+
+    Futures of works give the right results.
     """
     tensors = [values(world.rank, 30_000) + turn for turn in range(6)]
     works = [dist.all_reduce(each, async_op=True) for each in tensors]
@@ -142,7 +143,7 @@ def later(world: World) -> None:
     mine = values(world.rank, 10)
     work = dist.all_reduce(mine, async_op=True)
     end = time.monotonic() + 20
-    # nobody waits: the daemon carries it out
+    # no thread waits for the work, so the daemon runs it
     while not work.is_completed() and time.monotonic() < end:
         pass
     same(mine, sum(values(rank, 10) for rank in range(world.size)))
@@ -173,8 +174,9 @@ def test_message_programs(pool: Launcher, function: object, size: int) -> None:
 
 
 def storm(world: World, seed: int) -> list[float]:
-    """A random program, the same draw on all ranks: collectives and messages mixed, waited for
-    in random order.
+    """Run a random program, the same on all ranks, of collectives and messages.
+
+    Each rank waits for them in its own random order.
     """
     draw = random.Random(seed)
     total = []
@@ -224,10 +226,11 @@ def test_many_random_messages(pool: Launcher, size: int) -> None:
         pool.run(storm, seed, size=size, backend="shm")
 
 
-# ---- the ring --------------------------------------------------------------------------------
+# ---- the ring buffer -------------------------------------------------------------------------
 def ends_of_the_ring(world: World) -> None:
-    """Records end at, before and beyond the end of the ring, several of them under way; the
-    sender does not wait for any.
+    """Messages end at, before and beyond the end of the ring buffer.
+
+    Several are in the buffer at once, and the sender does not wait for any of them.
     """
     ring = RegionLayout(world.size).ring_bytes
     draw = random.Random(0)
@@ -254,7 +257,7 @@ def ends_of_the_ring(world: World) -> None:
 
 
 def many_at_once(world: World) -> None:
-    """A thousand short messages that nobody asks for yet do not hold up their sender."""
+    """The sender of a thousand short messages does not wait until they are received."""
     if world.rank == 0:
         for number in range(1000):
             dist.send(torch.tensor([number]), 1)
@@ -269,8 +272,9 @@ def many_at_once(world: World) -> None:
 
 
 def unusual(world: World) -> None:
-    """Tensors whose memory does not say what they are: columns, steps, and what torch notes as
-    negative without touching it.
+    """Send tensors whose memory is not contiguous, or has other values than the tensor.
+
+    These are columns, slices with a step, and tensors that torch only marks as negative.
     """
     plain = values(1, 600).view(20, 30)
     views = (
@@ -299,7 +303,7 @@ def test_ring_buffer_limits(pool: Launcher, function: object, size: int) -> None
 
 
 def killed_amid_a_message(rank: int, store: str) -> None:
-    """Rank 1 is killed when it has sent a part of a message; rank 0 receives."""
+    """Rank 1 is killed after it has sent a part of a message, while rank 0 receives it."""
     dist.init_process_group(
         "shm",
         store=dist.FileStore(store, 2),
@@ -307,7 +311,7 @@ def killed_amid_a_message(rank: int, store: str) -> None:
         world_size=2,
         timeout=timedelta(seconds=300),
     )
-    dist.barrier()  # rank 0 has met rank 1
+    dist.barrier()  # both ranks have joined the group
     if rank == 1:
         dist.isend(torch.ones(LONG), 0)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -319,8 +323,10 @@ def killed_amid_a_message(rank: int, store: str) -> None:
 
 @pytest.mark.story
 def test_death_during_a_message_ends_the_wait(tmp_path: Path) -> None:
-    """A receive that had begun was in no list of what fails with the group: its wait went round
-    for ever.
+    """If the sender dies during a message, the receiver gets an error.
+
+    Earlier, a receive that had begun was in no list of the operations that fail with the group.
+    So its rank waited for ever.
     """
     call = (
         "import sys, paragrad.backends, test_shm_messages as t; "
@@ -349,7 +355,7 @@ def test_death_during_a_message_ends_the_wait(tmp_path: Path) -> None:
 
 
 class Patient(OperationQueue):
-    """Nobody waits for what its daemon is at, which comes when there is somebody impatient."""
+    """A queue whose daemon runs a work until another thread asks it to yield."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -368,8 +374,10 @@ class Patient(OperationQueue):
 
 
 def test_waiting_thread_takes_over_the_channel() -> None:
-    """The daemon, at a receive that was posted ahead, kept the lane; who waited looked once a
-    millisecond if it was done.
+    """A thread that waits takes the queue over from the daemon.
+
+    Earlier, the daemon kept the queue while it ran a receive that was posted early. A waiting
+    thread then only looked once a millisecond whether its own work was done.
     """
     lane = Patient()
     first = ShmWork(lane, [], seconds=60)
@@ -383,7 +391,10 @@ def test_waiting_thread_takes_over_the_channel() -> None:
 
 # ---- disagreement, deaths, limits ------------------------------------------------------------
 def disagreeing(world: World) -> list[str]:
-    """What every rank is told; and afterwards the group goes on."""
+    """Call operations that do not match, and return the errors of this rank.
+
+    Afterwards the group still works.
+    """
     told = []
     for calls in (
         (lambda: dist.all_reduce(torch.ones(3)), lambda: dist.all_reduce(torch.ones(4))),
@@ -434,7 +445,7 @@ def test_disagreement_is_reported_to_all_ranks(pool: Launcher) -> None:
 
 def mismatched_message(world: World) -> str:
     group = dist.new_group()
-    # than the blocks: it would not end
+    # longer than the ring buffer, so without the check the send would never end
     long = lambda: dist.send(torch.ones(2_000_000), 1, group=group)  # noqa: E731
     short = lambda: dist.recv(torch.ones(3), 0, group=group)  # noqa: E731
     with pytest.raises(RuntimeError) as caught:
@@ -449,18 +460,18 @@ def test_message_of_another_length_ends_both_ranks(pool: Launcher) -> None:
 
 
 def given_up(world: World, by_daemon: bool) -> str:
-    """Rank 1 does not come, and rank 0 has little patience: rank 2, which has more, is told as
-    well, and so is rank 1 later.
+    """Rank 1 comes late to an all-reduce, and rank 0 gives up after 0.3 s.
 
-    by_daemon: that of rank 0's lane, whose limit is the group's, has taken the work over before
-    it is waited for.
+    Rank 2 has a longer limit, but gets the error at once; rank 1 gets it later. If by_daemon is
+    true, the daemon of rank 0 runs the work before rank 0 waits. The daemon has the limit of the
+    group.
     """
     group = dist.new_group()
     if world.rank == 1:
         dist.recv(torch.empty(1), 0)
     work = dist.all_reduce(torch.ones(5), group=group, async_op=True)
     if by_daemon and world.rank == 0:
-        work.get_future()  # asked for: the daemon begins
+        work.get_future()  # now the daemon begins to run the work
         while not work.queue.lock.locked():
             os.sched_yield()
     with pytest.raises(RuntimeError) as caught:
@@ -472,7 +483,10 @@ def given_up(world: World, by_daemon: bool) -> str:
 
 @pytest.mark.parametrize("by_daemon", [False, True])
 def test_timeout_on_one_rank_ends_the_others(pool: Launcher, by_daemon: bool) -> None:
-    """Beside the daemon it waited for as long as that, 20 s and not 0.3."""
+    """If one rank gives up waiting, all ranks of the collective end.
+
+    Earlier, if the daemon ran the work, rank 0 waited as long as the daemon: 20 s, not 0.3 s.
+    """
     for message in pool.run(given_up, by_daemon, size=3, backend="shm"):
         assert "rank 0 gave up waiting" in message
         assert "to which rank 1 has not come" in message
@@ -480,8 +494,9 @@ def test_timeout_on_one_rank_ends_the_others(pool: Launcher, by_daemon: bool) ->
 
 
 def asked_for_early(world: World, asked: bool) -> str:
-    """Rank 1 sends when more than the group's limit has gone by since rank 0 asked. asked:
-    somebody wants its future.
+    """Rank 1 sends later than the time limit of the group after rank 0 posted its receive.
+
+    If asked is true, rank 0 waits for the future of the receive.
     """
     group = dist.new_group(timeout=timedelta(seconds=0.3))
     if world.rank == 1:
@@ -505,9 +520,10 @@ def asked_for_early(world: World, asked: bool) -> str:
 
 
 def test_receive_posted_early_has_no_time_limit(pool: Launcher) -> None:
-    """Nobody waited for it, and after the group's limit the daemon gave the group up: a
-    pipeline asks for three at a time, and computes meanwhile. What somebody waits for in a
-    future ends at the limit.
+    """A receive has no time limit before a thread waits for it.
+
+    A pipeline posts three receives at a time, and computes meanwhile. Earlier, the daemon gave
+    up the group after its limit. A future that a thread waits for does end at the limit.
     """
     assert pool.run(asked_for_early, False, size=2, backend="shm")[0] == "[1.0, 1.0, 1.0]"
     assert (
@@ -525,7 +541,7 @@ def one_of_two_is_awaited(world: World) -> str:
     with pytest.raises(RuntimeError) as caught:
         dist.irecv(torch.zeros(5), 2, group).get_future().wait()
     world.store.set("given up", "")
-    with pytest.raises(RuntimeError):  # ended with it, though maybe a moment later
+    with pytest.raises(RuntimeError):  # this receive ends too, perhaps a moment later
         posted.wait()
     return str(caught.value)
 
@@ -536,7 +552,7 @@ def test_awaited_message_is_named_and_not_an_earlier_one(pool: Launcher) -> None
 
 
 def in_two_groups(world: World) -> str:
-    """Rank 1 comes nowhere; rank 0 waits for it in another group than ranks 2 and 3."""
+    """Rank 1 calls no collective; rank 0 waits for it in another group than ranks 2 and 3."""
     both = world.duplicate(), world.duplicate()
     if world.rank == 1:
         world.store.wait(["told"])
@@ -552,16 +568,20 @@ def in_two_groups(world: World) -> str:
 
 
 def test_rank_waiting_in_another_group_is_not_blamed(pool: Launcher) -> None:
-    """Stopped amid a barrier, a rank had let some of the others go, which waited for it in the
-    next exchange, over a region of their own: the one that was left told of them all.
+    """The error names only the rank that is missing, not a rank that waits in another group.
+
+    Earlier, a rank that stopped in a barrier had already released some of the others. They waited
+    for it in the next exchange, in a shared memory region of their own. The rank that was left
+    in the barrier then named all of them as missing.
     """
     *_, message = pool.run(in_two_groups, size=4, backend="shm")
     assert "rank 3 gave up waiting for rank 1 in all_reduce" in message
 
 
 def waiting_for_the_dead(rank: int, store: str) -> None:
-    """Rank 1 is killed; rank 0 waits for it in a collective, rank 2 for a message of it, rank 3
-    at a future.
+    """Rank 1 is killed while the others wait for it.
+
+    Rank 0 waits in a collective, rank 2 for a message, and rank 3 for a future.
     """
     dist.init_process_group(
         "shm",
@@ -587,7 +607,10 @@ def waiting_for_the_dead(rank: int, store: str) -> None:
 
 @pytest.mark.story
 def test_death_of_a_rank_ends_every_wait(tmp_path: Path) -> None:
-    """All waits are bounded by 300 s; the test is not that patient."""
+    """If a rank dies, the waits of all others end long before their time limit of 300 s.
+
+    The test itself waits at most 60 s.
+    """
     call = (
         "import sys, paragrad.backends, test_shm_messages as t; "
         "t.waiting_for_the_dead(int(sys.argv[1]), sys.argv[2])"
@@ -633,7 +656,7 @@ def test_barrier_names_the_missing_rank(pool: Launcher) -> None:
 
 # ---- leaving a group -------------------------------------------------------------------------
 class Held(OperationQueue):
-    """Its daemon is at a work until the lane closes."""
+    """A queue whose daemon runs a work until the queue closes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -646,21 +669,21 @@ class Held(OperationQueue):
 
 
 def test_closed_channel_leaves_no_thread() -> None:
-    """About one run in ten of a short loop under torchrun ended with SIGABRT: "terminate called
-    without an active exception".
+    """Earlier, about one in ten runs of a short loop under torchrun ended with SIGABRT:
+    "terminate called without an active exception".
 
-    In the last step DDP asks for a sum that others carry out (which parameters were used). The
-    daemon, which holds it for a millisecond, was the last to hold the lane when the group was
-    left meanwhile, and freed the region's tensors. Freeing a tensor, torch gives the
-    interpreter up and takes it again. Where the interpreter had begun to end, Python ends the
-    thread instead, from within torch's C++, which may not be left so.
+    In the last step, DDP requests a sum (which parameters were used) that it does not wait for.
+    The daemon held the queue for a millisecond. If the group was left meanwhile, the daemon was
+    the last owner of the queue, and freed the tensors of the region. When torch frees a tensor,
+    it releases the interpreter lock and takes it again. If the interpreter was already ending,
+    Python ended the thread there, inside torch's C++ code, which does not allow this.
     """
     lane = Held()
     turns = sys.getswitchinterval()
     lane.leave_to_daemon(ShmWork(lane, [], seconds=60))
     lane.begun.wait()
     assert lane.daemon is not None
-    # the daemon has no turn but while somebody waits for it
+    # The daemon thread runs only while another thread waits for it.
     sys.setswitchinterval(60)
     try:
         lane.close(60)
@@ -670,15 +693,13 @@ def test_closed_channel_leaves_no_thread() -> None:
 
 
 def left(world: World) -> str:
-    """Rank 0 leaves a group while it waits for a message of rank 1, which is in a collective
-    there.
-    """
+    """Rank 0 leaves a group with an unfinished receive; rank 1 waits in a collective there."""
     group = dist.new_group()
     if world.rank == 0:
         work = dist.irecv(torch.empty(1), 1, group=group)
         assert work is not None
         group.shutdown()
-        error = work.exception()  # done, without anybody who waits
+        error = work.exception()  # the work is done, though no thread waits for it
     else:
         with pytest.raises(RuntimeError) as caught:
             dist.all_reduce(torch.ones(5), group=group)
@@ -687,8 +708,9 @@ def left(world: World) -> str:
 
 
 def test_leaving_rank_ends_the_waits_of_others(pool: Launcher) -> None:
-    """What nobody waited for has a second; then the daemon is ended, and the others are
-    told.
+    """If a rank leaves a group, operations that no thread waits for have one more second.
+
+    Then the daemon ends, and the other ranks get an error.
     """
     for message in pool.run(left, size=2, backend="shm"):
         assert "rank 0 left the group before its operations ended" in message

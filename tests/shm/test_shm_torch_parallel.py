@@ -1,5 +1,6 @@
-"""What others built on torch.distributed runs unmodified on the backend shm, and equals serial
-training in float64.
+"""Torch's libraries for parallel training run unmodified on the backend shm.
+
+Their training equals serial training in float64.
 
 Inputs differ by rank: rank r has the r-th part of the global batch.
 """
@@ -64,7 +65,7 @@ def serial() -> dict[str, Tensor]:
 
 
 def trained(net: nn.Module, part: slice) -> None:
-    """Training of one part of every batch; the model sees to the mean over the parts."""
+    """Train on one part of every batch; the model itself averages over the parts."""
     update = optimizer(net.parameters())
     for step in range(STEPS):
         inputs, target = batch(step)
@@ -117,7 +118,7 @@ def tensor_parallel(world: World) -> None:
 
 
 def on_a_mesh(world: World) -> None:
-    """Fully sharded along one axis of a 2x2 mesh, tensor parallel along the other."""
+    """Train fully sharded along one axis of a 2x2 mesh, and tensor-parallel along the other."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     net = parallelize_module(
         model(), mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()}
@@ -128,9 +129,7 @@ def on_a_mesh(world: World) -> None:
 
 
 def pipelined(world: World) -> None:
-    """Stages of the model on ranks, in three schedules; of the interleaved one every rank has
-    two.
-    """
+    """Train a pipeline in three schedules; in the interleaved one, every rank has two stages."""
     layers = [*model(), nn.Identity(), nn.Identity(), nn.Identity()]
     for schedule_class in (ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B):
         count = world.size * (2 if schedule_class is ScheduleInterleaved1F1B else 1)

@@ -1,4 +1,4 @@
-"""The same training as serial, by the definitions of docs/developers/architecture.md."""
+"""Exact strategies train as serial does, as docs/developers/architecture.md defines it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from paragrad.trainer.trainer import Trainer
 
 pytestmark = pytest.mark.processes
 
-BOUND = 1e-10  # float64
+BOUND = 1e-10  # for float64
 
 
 def checked(pool: Launcher, text: str, job: Job, steps: int = BRIEF) -> Difference:
@@ -79,14 +79,14 @@ def test_whole_table_equals_serial_in_float64(
 
 @pytest.mark.parametrize(("row", "column"), NOT_EXACT, ids=str)
 def test_inexact_pairs_differ_as_declared(pool: Launcher, row: str, column: str) -> None:
-    """Not exact by its own word, and the difference is there: the check can see it."""
+    """These strategies say that they are not exact, and the check does find a difference."""
     text = ROWS[row](2)
     assert not strategy(text).exact
     assert checked(pool, text, JOBS[column]).value > 1e-6
 
 
-# plain torch draws other dropout masks (ours: test_draws.py); micro-batches change what batch
-# norm sees, there as here
+# Plain torch draws other dropout masks than paragrad (see test_draws.py). With micro-batches,
+# batch norm uses other statistics than with whole batches, in plain torch and in paragrad.
 PLAIN = [
     (row, column)
     for row in SERIAL
@@ -97,8 +97,9 @@ PLAIN = [
 
 @pytest.mark.parametrize(("row", "column"), PLAIN)
 def test_serial_equals_plain_pytorch(row: str, column: str) -> None:
-    """Serial itself against a loop anyone would write: mean loss, backward, clip, step, per
-    whole batch.
+    """`serial` itself equals a usual PyTorch loop.
+
+    For each whole batch, the loop makes the mean loss, backward, clipping and the optimizer step.
     """
     job = JOBS[column].replace(dtype=torch.float64)
     trainer = Trainer.build_for_job(World(), job, resolved(SERIAL[row]))
@@ -143,7 +144,7 @@ def trainer_state(model: nn.Module) -> dict[str, Tensor]:
 def one_step(
     world: World, job: Job, chosen: Strategy, reverse: bool = False
 ) -> Mapping[str, Tensor | None]:
-    """The gradients and parameters after one step, by name; of a server none."""
+    """Make one step; return gradients and parameters by name, or nothing on a server."""
     trainer = Trainer.build_for_job(world, job, chosen, reverse=reverse)
     try:
         if trainer.is_server:
@@ -161,7 +162,7 @@ def one_step(
         trainer.close()
 
 
-# one serial batch is no reference for the statistics of micro-batches
+# Micro-batches have other batch norm statistics than one serial batch, so these are left out.
 IN_FLOAT32 = [
     (ROWS[row](2 + (list(ROWS).index(row) + list(JOBS).index(column)) % 3), column)
     for row in ROWS
@@ -180,8 +181,10 @@ EVERY_JOB = {**JOBS, **OF_IMAGES, **WITH_BRANCHES}
 
 
 def covered(place: int, cell: tuple[str, str]) -> bool:
-    """Every eighth cell of data, of models in parts each row once, some in width; `make table`
-    has all.
+    """Return whether the usual tests include this cell; `make table` runs all cells.
+
+    They include every eighth cell of `data`, and each row of models in parts once. They also
+    include every 24th cell of tensor, spatial and branch parallelism.
     """
     if cell[0] in IN_PARTS:
         return cell in covering_rows() and not cell[0].startswith("data(2) * pipeline(4")
@@ -199,8 +202,9 @@ def covered(place: int, cell: tuple[str, str]) -> bool:
 def test_float32_error_is_at_most_4_times_that_of_serial(
     pool: Launcher, text: str, column: str
 ) -> None:
-    """One step from the same state: error against float64 at most 4 times serial's or the
-    rounding baseline's.
+    """Make one step from the same state, and compare its error against float64.
+
+    The error is at most 4 times that of serial, or of the rounding baseline.
     """
     job = EVERY_JOB[column]
     chosen = resolved(text)
@@ -230,8 +234,9 @@ def largest(ours: Mapping[str, Tensor | None], exact: Mapping[str, Tensor | None
 
 
 def whole_model() -> nn.Module:
-    """Whole weights: with whole inputs and a loss that is linear, every gradient is a whole
-    number.
+    """Return a model whose weights are whole numbers.
+
+    With whole inputs and a linear loss, every gradient is a whole number.
     """
     model = nn.Linear(10, 4)
     with torch.no_grad():
@@ -241,7 +246,10 @@ def whole_model() -> nn.Module:
 
 
 def whole_loss(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
-    """Linear in the output; its weight is a power of two, so that the mean stays exact."""
+    """Return a loss that is linear in the output, and its weight.
+
+    The weight is a power of two, so that the mean is exact.
+    """
     return (output * (target.view(-1, 1) - 1)).sum(), len(output)
 
 
@@ -279,7 +287,10 @@ def many_steps(world: World, job: Job, chosen: Strategy, steps: int = 40) -> dic
 
 @pytest.mark.story
 def test_two_workers_are_bit_equal_for_every_algorithm(pool: Launcher) -> None:
-    """A sum of two floats commutes; in float32, over several epochs."""
+    """The sum of two floats does not depend on their order.
+
+    So all algorithms give equal bits in float32, over several epochs.
+    """
     job = make_job("mlp", mlp, VECTORS)
     results = [
         result
@@ -318,7 +329,7 @@ REPRODUCIBLE = (
 @pytest.mark.table
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_reproducible_sums_are_bit_equal_for_every_algorithm(pool: Launcher, backend: str) -> None:
-    """100 steps in float32 on four ranks; without `reproducible` a ring and a star differ."""
+    """Train 100 steps in float32 on four ranks; without `reproducible`, ring and star differ."""
     job = make_job("mlp", mlp, VECTORS)
 
     def trained(option: str, *names: str) -> list[dict[str, Tensor]]:
@@ -367,8 +378,9 @@ def test_deviation_is_the_documented_formula() -> None:
 
 @pytest.mark.parametrize("bug", FAULTS)
 def test_planted_bug_is_detected_and_named(pool: Launcher, bug: str) -> None:
-    """The proof refuses both at the door; here they are played, and the comparison with serial
-    says what and where.
+    """The proof refuses both bugs before a run starts; this test skips the proof.
+
+    The comparison with serial then says what is wrong, and in which step and tensor.
     """
     settings = Settings(inject_fault=bug)
     arguments = compare_with_serial, JOBS["mlp"], resolved("data(2, reduce=ring)"), settings

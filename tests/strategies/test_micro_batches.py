@@ -1,4 +1,4 @@
-"""Micro-batches of many ranks are those of one: the same samples, the same statistics."""
+"""Micro-batches of several ranks have the same samples and batch norm statistics as serial's."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NORMED = make_job(
 
 
 def train_two_epochs(world: World, job: Job, text: str) -> tuple[list[float], dict[str, Tensor]]:
-    """Train with every sum of the loss, and return the losses and the state."""
+    """Train all epochs, and return the loss of every step and the final state."""
     trainer = Trainer.build_for_job(world, job, resolved(text))
     losses = []
     try:
@@ -54,7 +54,7 @@ def train_two_epochs(world: World, job: Job, text: str) -> tuple[list[float], di
         ("data(2, micro=3)", 3),
         ("data(3, micro=2)", 2),
         ("data(2, shares=[3, 1], micro=2)", 2),
-        # the first part of rank 0 is empty
+        # rank 0 has no samples in the first micro-batch
         ("data(2, shares=[1, 9], micro=3)", 3),
         ("data(2) * pipeline(2, micro=2)", 2),
         pytest.param("data(2, shares=[1, 9]) * pipeline(2, micro=3)", 3, marks=pytest.mark.table),
@@ -62,9 +62,11 @@ def train_two_epochs(world: World, job: Job, text: str) -> tuple[list[float], di
     ],
 )
 def test_batch_norm_of_micro_batches_equals_serial(pool: Launcher, text: str, micro: int) -> None:
-    """Each share was cut into micro-batches: micro-batch 0 of `data(2, micro=3)` had samples 0, 1,
-    6, 7 of twelve, where that of `serial(micro=3)` has samples 0 to 3. So it was neither serial's
-    training nor that of serial(micro=3), and depended on the number of workers.
+    """Earlier, each share was divided into micro-batches, instead of the global batch.
+
+    Micro-batch 0 of `data(2, micro=3)` had samples 0, 1, 6, 7 of twelve. Micro-batch 0 of
+    `serial(micro=3)` has samples 0 to 3. So the training equalled neither serial nor
+    serial(micro=3), and it depended on the number of workers.
     """
     losses, state = train_two_epochs(World(), NORMED, f"serial(micro={micro})")
     found = pool.run(train_two_epochs, NORMED, text, size=resolved(text).size)[0]
@@ -75,7 +77,10 @@ def test_batch_norm_of_micro_batches_equals_serial(pool: Launcher, text: str, mi
 
 @pytest.mark.usefixtures("warm")
 def test_order_of_a_step_has_a_range_for_each_micro_batch(tmp_path: Path) -> None:
-    """Ranges that meet are one: serial computes all positions of a batch."""
+    """The record has one range of positions for each micro-batch of a rank.
+
+    Adjacent ranges are joined, so serial has one range for the whole batch.
+    """
     run = train(NORMED.replace(epochs=1), "data(2, micro=3)", runs=tmp_path)
     orders = [[line["order"] for line in run.select_lines("step", rank)] for rank in (0, 1)]
     assert orders[0][0] == [[0, 2], [4, 6], [8, 10]]

@@ -1,4 +1,6 @@
-"""A test is the same under every exact strategy: its loss, its outputs and its metric."""
+"""The evaluation of a test dataset gives the same loss, outputs and metric under every exact
+strategy.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ LENGTH = 9
 
 
 class Lines(Dataset):
-    """Lines of text of unequal length, each with its number."""
+    """A dataset of lines of text with different lengths, each with its number."""
 
     def __init__(self, count: int, seed: int) -> None:
         self.count = count
@@ -46,7 +48,7 @@ class Lines(Dataset):
 
 
 def mask_letters(samples: list[Any]) -> dict[str, Tensor]:
-    """Mask letters at random, as a masking collator does; pad to the longest line."""
+    """Mask random letters, as collators for masked language models do; pad to the longest line."""
     tokens = pad_sequence([line for line, _ in samples], batch_first=True, padding_value=MASK)
     masked = (torch.rand(tokens.shape) < 0.3) & (tokens != MASK)
     return {
@@ -57,7 +59,7 @@ def mask_letters(samples: list[Any]) -> dict[str, Tensor]:
 
 
 class Block(nn.Module):
-    """Self-attention and a feed-forward layer."""
+    """A transformer block: self-attention and a feed-forward layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +75,7 @@ class Block(nn.Module):
 
 
 class MaskedModel(nn.Module):
-    """A small masked language model, with a dropout that no mode turns off."""
+    """A small masked language model, whose dropout is active in evaluation mode too."""
 
     def __init__(self, rate: float = 0.1) -> None:
         super().__init__()
@@ -84,7 +86,7 @@ class MaskedModel(nn.Module):
         self.out = nn.Linear(8, LETTERS)
 
     def forward(self, tokens: Tensor, labels: Tensor, numbers: Tensor) -> Tensor:
-        hidden = functional.dropout(self.first(self.letters(tokens)), self.rate)  # in a test too
+        hidden = functional.dropout(self.first(self.letters(tokens)), self.rate)  # active in a test
         return self.out(self.second(hidden))  # type: ignore[no-any-return]
 
 
@@ -93,7 +95,10 @@ def masked_loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
 
 
 def count_hits(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The masked letters that are found, in per cent; sums of whole numbers."""
+    """Return 100 times the number of correctly predicted masked letters, and the number of all.
+
+    Both are whole numbers, so their sums are exact.
+    """
     counted = batch["labels"] != -100
     return 100.0 * ((output.argmax(-1) == batch["labels"]) & counted).sum(), counted.sum()
 
@@ -112,7 +117,7 @@ MASKED = job(
 
 
 class Pictures(Dataset):
-    """Images, each with its class and its number."""
+    """A dataset of images, each with its class and its number."""
 
     def __init__(self, count: int, seed: int) -> None:
         self.images = numbers(count, 2, 8, 8, seed=seed)
@@ -126,7 +131,7 @@ class Pictures(Dataset):
 
 
 def add_noise(samples: list[Any]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Add noise of the whole batch, in a draw that no sample has for itself."""
+    """Add noise that is drawn in one call for the whole batch, not for each sample."""
     images = torch.stack([image for image, _ in samples])
     classes, places = torch.tensor([target for _, target in samples]).unbind(1)
     return images + torch.randn(images.shape), {"labels": classes, "numbers": places}
@@ -153,7 +158,7 @@ NOISY = job(
 
 
 class Alike(Lines):
-    """Lines of one length, as torch collates them."""
+    """A dataset of lines of one length, which torch can collate."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]
         line = 1 + whole(LETTERS - 1, LENGTH, seed=self.seed + index)
@@ -167,13 +172,13 @@ PLAIN = MASKED.replace(
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """A test, as one rank gives it.
+    """The result of an evaluation on one rank.
 
     Attributes:
         loss: The mean loss.
         metric: The metric.
-        outputs: The output of each sample that this rank has, by its number.
-        most: The most samples that were evaluated at once.
+        outputs: The outputs of the samples that this rank has, by the number of the sample.
+        most: The largest number of samples that were evaluated at once.
     """
 
     loss: float
@@ -183,7 +188,7 @@ class Evaluation:
 
 
 def evaluate_after_a_step(world: World, made: Job, text: str) -> Evaluation | None:
-    """Make one step, and evaluate loss, metric and outputs; a server gives None."""
+    """Make one step, then evaluate loss, metric and outputs; return None on a server."""
     collate = made.collate and WholeBatch(made.collate)
     trainer = Trainer.build_for_job(
         world, dataclasses.replace(made, collate=collate), resolved(text)
@@ -200,7 +205,7 @@ def evaluate_after_a_step(world: World, made: Job, text: str) -> Evaluation | No
             counts.append(len(output))
             for number, row in zip(target["numbers"].tolist(), output, strict=True):
                 assert number not in outputs
-                outputs[number] = torch.tensor(row.tolist(), dtype=row.dtype)  # of whole values
+                outputs[number] = torch.tensor(row.tolist(), dtype=row.dtype)  # a whole row
             return output.sum(), len(output)
 
         loss = trainer.evaluate(made.test)
@@ -213,7 +218,7 @@ def evaluate_after_a_step(world: World, made: Job, text: str) -> Evaluation | No
 
 
 def compare_with_serial(pool: Launcher, made: Job, text: str) -> list[Evaluation]:
-    """Compare the test of every rank with that of serial, and return the tests of all ranks."""
+    """Compare the evaluation of every rank with that of serial; return those of all ranks."""
     serial = evaluate_after_a_step(World(), made, "serial")
     assert serial is not None
     assert len(serial.outputs) == len(made.test)
@@ -227,7 +232,7 @@ def compare_with_serial(pool: Launcher, made: Job, text: str) -> list[Evaluation
         assert each.loss == pytest.approx(serial.loss, rel=1e-12)
         assert each.metric == serial.metric
         for number, output in each.outputs.items():
-            assert output.shape == serial.outputs[number].shape  # padded alike
+            assert output.shape == serial.outputs[number].shape  # padded to the same length
             assert torch.allclose(output, serial.outputs[number], rtol=1e-12, atol=1e-12)
         seen |= set(each.outputs)
     assert seen == set(serial.outputs)
@@ -278,8 +283,10 @@ OF_IMAGES = [
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("text", EXACT)
 def test_masked_letters_are_the_same_under_every_strategy(pool: Launcher, text: str) -> None:
-    """Every rank collated its own part of the test, with draws of its own: the accuracy was 60.94
-    under serial, 63.28 under data(2) and 64.45 under data(3), with equal parameters.
+    """Earlier, every rank collated its own part of the test dataset, with its own random draws.
+
+    With equal parameters, the accuracy was 60.94 under serial, 63.28 under data(2) and 64.45
+    under data(3).
     """
     compare_with_serial(pool, MASKED, text)
 
@@ -297,7 +304,7 @@ def test_noise_of_test_images_is_the_same(pool: Launcher, text: str) -> None:
     ],
 )
 def test_samples_collated_by_torch_are_the_same(pool: Launcher, text: str) -> None:
-    """They are divided among the ranks without being loaded twice."""
+    """If torch collates the samples, they are divided among the ranks, and none is loaded twice."""
     found = compare_with_serial(pool, PLAIN, text)
     replicas = len(resolved(text).division.shares)
     assert max(each.most for each in found) == -(-29 // replicas)
@@ -305,7 +312,10 @@ def test_samples_collated_by_torch_are_the_same(pool: Launcher, text: str) -> No
 
 @pytest.mark.usefixtures("warm")
 def test_accuracy_of_a_run_does_not_depend_on_workers(tmp_path: Path) -> None:
-    """A comparison showed a false winner."""
+    """Earlier, the accuracy depended on the number of workers.
+
+    So a comparison of strategies showed the wrong one as the best.
+    """
     made = MASKED.replace(epochs=1)
     serial, ours = (train(made, text, runs=tmp_path) for text in ("serial", "data(3)"))
     assert ours.losses == pytest.approx(serial.losses, rel=1e-10)
@@ -313,7 +323,7 @@ def test_accuracy_of_a_run_does_not_depend_on_workers(tmp_path: Path) -> None:
 
 
 def pack_lines(samples: list[Any]) -> dict[str, Any]:
-    """Mask letters at random, and pack the lines, which no rank can cut."""
+    """Mask random letters, and pack the lines; no rank can cut a packed batch."""
     order = sorted(samples, key=lambda sample: -len(sample[0]))
     masked = [line.masked_fill(torch.rand(len(line)) < 0.3, MASK) for line, _ in order]
     return {
@@ -324,7 +334,7 @@ def pack_lines(samples: list[Any]) -> dict[str, Any]:
 
 
 class PackedModel(nn.Module):
-    """Reads packed lines."""
+    """A model that reads packed lines."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -346,13 +356,16 @@ def count_packed(output: Tensor, batch: dict[str, Any]) -> tuple[Tensor, int]:
 
 
 def divide_by_count(samples: list[Any]) -> dict[str, Tensor]:
-    """Mask letters, and count them in the whole batch, as trainers of language models do."""
+    """Mask letters, and count them in the whole batch, as training code of language models does."""
     batch = mask_letters(samples)
     return {**batch, "count": (batch["labels"] != -100).sum()}
 
 
 class CountedModel(MaskedModel):
-    """Ignores the count. It draws nothing, since draws are keyed from the first step on."""
+    """A model that ignores the count.
+
+    It has no dropout, since random draws depend on the sample only after the first step.
+    """
 
     def __init__(self) -> None:
         super().__init__(rate=0.0)
@@ -362,7 +375,7 @@ class CountedModel(MaskedModel):
 
 
 def counted_loss(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """A mean over all letters of the collated batch, times that number."""
+    """Return the sum of the losses of all masked letters, and their number in the batch."""
     total = functional.cross_entropy(output.transpose(1, 2), batch["labels"], reduction="sum")
     return total, batch["count"]
 
@@ -394,8 +407,9 @@ def evaluate_only(world: World, made: Job, text: str, batch: int) -> tuple[float
 def test_batch_that_cannot_be_cut_is_evaluated_whole(
     pool: Launcher, made: Job, workers: int
 ) -> None:
-    """A packed batch has no rows, and a count of its letters is of all its samples. Three test
-    batches go to the ranks in turn.
+    """A packed batch has no rows to divide, and a count of letters is one number for the batch.
+
+    So whole test batches, three here, go to the ranks in turn.
     """
     loss, metric = evaluate_only(World(), made, "serial", 12)
     text = f"data({workers}, state=replicated)"

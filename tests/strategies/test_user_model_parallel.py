@@ -1,5 +1,6 @@
-"""Techniques that cut the model, and one with a server, enter by the same door: none is named
-in the library.
+"""A user can write strategies that divide the model, and a strategy with a server.
+
+They work like the built-in ones, and the library does not name any of them.
 """
 
 from __future__ import annotations
@@ -71,8 +72,9 @@ TABLE = (
     "chosen", [*EVERY, *(pytest.param(each, marks=pytest.mark.table) for each in TABLE)], ids=str
 )
 def test_user_model_parallel_equals_serial(chosen: pg.Strategy, tmp_path: Path) -> None:
-    """Dropout in every part, clipping by the norm over parts, an optimizer with state; tests
-    and the record see each sample once.
+    """The job has dropout in every part, clipping by the norm over all parts, and AdamW.
+
+    Tests and the record see each sample once.
     """
     certificate = pg.verify(job, chosen, runs=tmp_path)
     assert certificate.same
@@ -129,8 +131,9 @@ def test_weight_of_two_stages_has_one_gradient(chosen: pg.Strategy, tmp_path: Pa
     ],
 )
 def test_checkpoint_resumes_under_another_partition(ways: tuple[Any, ...], tmp_path: Path) -> None:
-    """Checkpoints are serial's: values, and Adam's state by elements, from parts and into
-    parts.
+    """A checkpoint has the form of a serial training, so any partition can continue from it.
+
+    It has the whole parameters and the whole state of Adam, gathered from all parts.
     """
     whole = pg.train(job, "serial", runs=tmp_path)
     for first, second in zip(ways, (*ways[1:], ways[0]), strict=True):
@@ -145,8 +148,9 @@ def test_checkpoint_resumes_under_another_partition(ways: tuple[Any, ...], tmp_p
 
 
 def test_rank_holds_its_shard_only(tmp_path: Path) -> None:
-    """In the record, and in memory: of the whole model, which the first step was compared with,
-    nothing stays.
+    """A rank records and holds only the parameters of its part.
+
+    The first step is compared with the whole model, which is freed afterwards.
     """
     run = pg.train(job, Stages(3), runs=tmp_path)
     held = [
@@ -156,12 +160,12 @@ def test_rank_holds_its_shard_only(tmp_path: Path) -> None:
     ]
     assert sum(held) == 4 * sum(parameter.numel() for parameter in deep().parameters())
     assert max(held) < sum(held)
-    # later steps are compared on a copy, which is put together for them
+    # Later steps are compared with a copy of the whole model, gathered from the parts.
     assert run.to_json()["compared_steps"] > 1
 
 
 def freed(world: World, chosen: pg.Strategy) -> list[bool]:
-    """Of every parameter of the whole model, whether it is gone after two steps."""
+    """Make two steps; return for each parameter of the whole model whether it is freed."""
     trainer = Trainer.build_for_job(world, job, chosen)
     try:
         whole = [weakref.ref(parameter) for parameter in trainer.model.parameters()]
@@ -182,7 +186,7 @@ def _broken(weight: float) -> None:
 
 
 class Failing(Central):
-    """A worker fails where the others go on."""
+    """A strategy in which the worker on rank 0 fails, and the others continue."""
 
     def make_exchange(self, replica: Any, world: World, log: Any, options: Any) -> pg.Exchange:
         made = Served(replica, world)
@@ -204,7 +208,7 @@ def asked_to_stop(world: World, chosen: pg.Strategy) -> list[bool]:
     try:
         for inputs, target in trainer.batches(job.train, job.batch, 0):
             stops.append(trainer.step(inputs, target).stop)
-            if world.rank == 0:  # which has no loss
+            if world.rank == 0:  # rank 0 has no loss
                 world.stop.set()
             if len(stops) == 2:
                 return stops
@@ -219,9 +223,9 @@ def test_stop_request_of_any_stage_reaches_all(pool: Launcher, chosen: pg.Strate
     assert pool.run(asked_to_stop, chosen, size=chosen.size) == [[False, True]] * chosen.size
 
 
-# ---- wrong ones ------------------------------------------------------------------------------
+# ---- wrong partitions ------------------------------------------------------------------------
 class Uncopied(Columns):
-    """The gradient of a layer's input is this rank's part alone."""
+    """A wrong strategy: the gradient of a layer's input is not summed over the ranks."""
 
     def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.ModelShard:
         share = super().shard_model(model, example, axis)
@@ -248,7 +252,7 @@ def test_wrong_partition_ends_in_its_first_step(tmp_path: Path) -> None:
 
 
 class Missing(Columns):
-    """Says of the last bias that it does not count anywhere."""
+    """A wrong strategy: on no rank is the last bias marked as primary, so it is never counted."""
 
     def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.ModelShard:
         share = super().shard_model(model, example, axis)
@@ -280,7 +284,7 @@ class Misshapen(Columns):
 
 
 class Misplaced(Columns):
-    """All ranks say that they hold the first rows; one of them does not."""
+    """A wrong strategy: all specs name the first rows, but rank 1 holds other rows."""
 
     def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.ModelShard:
         share = super().shard_model(model, example, axis)
@@ -291,7 +295,7 @@ class Misplaced(Columns):
 
 
 class Overlapping(Columns):
-    """All ranks do hold the first rows."""
+    """A wrong strategy: all ranks hold the first rows, so no rank holds the others."""
 
     def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.ModelShard:
         whole = model.get_parameter("0.weight").detach().clone()
@@ -342,7 +346,7 @@ class Early(Stages):
 
 
 class Forgetful(Stages):
-    """Its passes take the first micro-batch alone."""
+    """A wrong strategy: its passes compute the first micro-batch only."""
 
     def make_passes(self, within: Any, exchange: pg.Exchange) -> Any:
         made = super().make_passes(within, exchange)
@@ -360,12 +364,12 @@ class Mute(Stages):
 
 
 def _none(value: Any) -> None:
-    """Whatever it was."""
+    """Drop the output, and return None."""
 
 
 class Deserter(Served):
     def serve(self) -> None:
-        """Leaves at once."""
+        """Return at once, before the workers dismiss this server."""
 
 
 class Deserting(Central):
@@ -454,7 +458,10 @@ def adafactor(parameters: Any) -> torch.optim.Optimizer:
 
 
 def test_whole_tensor_optimizer_is_supported_or_refused(tmp_path: Path) -> None:
-    """The first step is compared before its update, so a wrong update would go unseen."""
+    """Adafactor computes with whole tensors, so a strategy that divides tensors is refused.
+
+    The first step is compared before its update, so that check would not see a wrong update.
+    """
     whole = job.replace(optimizer=adafactor)
     with pytest.raises(
         pg.RankFailed, match=r"Adafactor needs whole tensors together .* columns\(2\) divides them"
@@ -464,7 +471,7 @@ def test_whole_tensor_optimizer_is_supported_or_refused(tmp_path: Path) -> None:
 
 
 class Dropping(Stages):
-    """The second stage's dropout is another one than serial's."""
+    """A wrong strategy: the dropout of the second stage makes other draws than in serial."""
 
     def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.ModelShard:
         return replace(super().shard_model(model, example, axis), draw_calls=(0, 1))
@@ -472,15 +479,17 @@ class Dropping(Stages):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_wrong_number_of_draws_ends_with_a_verdict(dtype: torch.dtype, tmp_path: Path) -> None:
-    """One worker was asked again with the part's draws, and that failed in its place; and ranks
-    without the loss took it for float32, so that some doubted what others did not.
+    """A part whose random calls have wrong numbers is reported as a difference from serial.
+
+    Earlier, one worker repeated the step with the draws of the part, and this failed instead.
+    Also, ranks without the loss assumed float32, so the ranks disagreed about the result.
     """
     with pytest.raises(pg.RankFailed, match="not one worker's training: before the first update"):
         pg.train(job.replace(dtype=dtype), Dropping(2), runs=tmp_path)
 
 
 class Drifting(Columns):
-    """The second rank's copy of a norm gets another gradient than the first's."""
+    """A wrong strategy: the copies of a norm on ranks 0 and 1 get different gradients."""
 
     def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.ModelShard:
         share = super().shard_model(model, example, axis)
@@ -494,7 +503,7 @@ def normed() -> nn.Module:
 
 
 def test_diverging_copies_end_in_the_first_step(tmp_path: Path) -> None:
-    """Of copies only the one that counts was compared."""
+    """Earlier, only the primary copy of a parameter was compared with serial, not the others."""
     both = make_job("layer norm", normed, VECTORS)
     assert pg.verify(both, Columns(2), runs=tmp_path).same
     with pytest.raises(
@@ -505,8 +514,9 @@ def test_diverging_copies_end_in_the_first_step(tmp_path: Path) -> None:
 
 
 class Parted(Columns):
-    """One weight, whose rows are two experts' of two ranks: a rank that is not asked has no
-    gradient.
+    """A strategy that divides the rows of a weight over two ranks, like experts.
+
+    A rank whose rows are not used has no gradient.
     """
 
     def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.ModelShard:
@@ -520,8 +530,9 @@ class Parted(Columns):
 
 
 class Table(nn.Module):
-    """Adds a row, by the sign of the first feature of the first sample, to all samples: of a
-    part, where the part has it.
+    """A module that adds the first row of its table to all samples.
+
+    If the table is divided, rank 0 has this row, and the ranks sum their contributions.
     """
 
     def __init__(self) -> None:
@@ -554,8 +565,9 @@ def tabled() -> nn.Module:
 
 
 def test_stage_without_a_gradient_is_updated_as_in_serial(tmp_path: Path) -> None:
-    """Weight decay moves it in serial, for the tensor has a gradient; on the rank of that part
-    it had none.
+    """In serial, the whole tensor has a gradient, so weight decay changes all of its rows.
+
+    Earlier, a rank whose part had no gradient did not apply weight decay to it.
     """
     both = make_job("tabled", tabled, VECTORS, optimizer=adamw)
     assert pg.verify(both, Parted(2), runs=tmp_path).same
@@ -575,7 +587,7 @@ def test_stage_without_a_gradient_is_updated_as_in_serial(tmp_path: Path) -> Non
 def test_autocast_and_more_stages_than_parameters(chosen: pg.Strategy, tmp_path: Path) -> None:
     run = pg.train(job.replace(dtype=torch.bfloat16), chosen, runs=tmp_path)
     assert {line["name"] for line in run.select_lines("event")} == {"checked"}
-    # of which the third has nothing to train
+    # The third of these stages has no parameters.
     assert pg.verify(job, Stages(4), runs=tmp_path).same
 
 
@@ -619,7 +631,7 @@ def test_module_that_depends_on_its_shard_is_refused(model: Any, says: str, tmp_
 
 
 class Counting(nn.Module):
-    """A forward that counts itself in Python and reads it."""
+    """A module whose forward counts its calls in Python, and uses the count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -640,7 +652,7 @@ def test_unsynchronized_python_state_is_reported(tmp_path: Path) -> None:
 
 
 class Undivided(pg.Strategy):
-    """Divides the model, and does not say how; has an exchange all the same."""
+    """A strategy that divides the model without `shard_model`, but has its own exchange."""
 
     workers: int = pg.option(pg.Integer())
     guarantees = Columns.guarantees
@@ -724,7 +736,7 @@ def test_record_distinguishes_workers_and_servers(tmp_path: Path) -> None:
 
 
 def test_run_without_remaining_steps_dismisses_its_server(tmp_path: Path) -> None:
-    """It waited for a first step."""
+    """Earlier, the server waited for a first step, which never came."""
     first = pg.train(job, Central(2), runs=tmp_path, save=6)
     with pytest.warns(
         UserWarning, match="all 6 steps of 2 epoch.* are finished; nothing is left to train"
@@ -734,8 +746,10 @@ def test_run_without_remaining_steps_dismisses_its_server(tmp_path: Path) -> Non
 
 # ---- layouts ---------------------------------------------------------------------------------
 def test_boxes_and_ranges_reconstruct_the_serial_tensor() -> None:
-    """A fused qkv: of each third of the rows one half a rank; a flat range; one that another
-    rank holds.
+    """Parts are put together again to the serial tensor.
+
+    In a fused qkv, each rank has one half of each third of the rows. A flat tensor is divided
+    into two ranges. No rank has a value for the third tensor.
     """
     qkv = torch.arange(24.0).view(12, 2)
     flat = torch.arange(7.0)

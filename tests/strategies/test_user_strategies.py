@@ -1,5 +1,5 @@
-"""A technique and an all-reduce of a user's own enter by the same door as ours, without a line
-changed in the library.
+"""A user can write their own strategy and their own all-reduce. They work like the built-in ones,
+and nothing in the library has to change.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ def test_user_strategy_trains_and_is_recorded(tmp_path: Path) -> None:
 
 
 def test_user_strategy_is_saved_and_resumed(tmp_path: Path) -> None:
-    """Resumed by as many ranks it ends where the whole run does; by `data` it goes on, as any
-    checkpoint.
+    """A run that is resumed with as many ranks ends with the weights of an uninterrupted run.
+
+    `data` can continue from its checkpoint, as from any other checkpoint.
     """
     whole = pg.train(job, Vote(2), runs=tmp_path, save=1)
     first = pg.train(job.replace(epochs=1), Vote(2), runs=tmp_path, save=1)
@@ -87,7 +88,7 @@ def test_unsupported_product_is_refused() -> None:
 
 
 class Lying(Vote):
-    """Promises what it does not keep."""
+    """A strategy that is not exact, but claims in its guarantees to be exact."""
 
     @property
     def guarantees(self) -> pg.Guarantees:
@@ -114,8 +115,9 @@ def test_page_shows_the_tested_files() -> None:
 
 # ---- several axes ----------------------------------------------------------------------------
 class Twofold(pg.Strategy):
-    """Every replica is two ranks, which do the same: what a hybrid of data and a cut of the
-    model asks of a trainer.
+    """A strategy whose replicas have two ranks each; both ranks compute the same.
+
+    It asks of a trainer what a product of data parallelism and a divided model asks.
     """
 
     workers: int = pg.option(pg.Integer(2))
@@ -133,7 +135,7 @@ class Twofold(pg.Strategy):
 
 
 class Summed(VoteExchange):
-    """The sum over one axis of the world; the wish to stop is everybody's."""
+    """An exchange that sums over one axis of the world; all ranks share a stop request."""
 
     def __init__(self, replica: Any, world: World) -> None:
         super().__init__(replica, world.select_axes("data"))
@@ -158,8 +160,9 @@ class Summed(VoteExchange):
 
 
 class Reordered(Twofold):
-    """Passes of its own: all forwards of a step, then all backwards, the last one first, as a
-    pipeline makes them.
+    """A strategy with its own passes, in the order of a pipeline.
+
+    All forwards of a step come first, then all backwards, the last micro-batch first.
     """
 
     @property
@@ -196,8 +199,9 @@ def test_user_passes_equal_serial(tmp_path: Path) -> None:
 
 
 def asked_to_stop(world: World, chosen: pg.Strategy) -> tuple[bool, bool]:
-    """Whether all ranks know in the same step that one was asked to stop. The loop changes what
-    it was given.
+    """Make two steps, and return for each whether this rank knows of a stop request.
+
+    Rank 1 gets the request after the first step. The loop changes its inputs before each step.
     """
     trainer = Trainer.build_for_job(world, job, chosen)
     stops = []
@@ -218,16 +222,20 @@ def asked_to_stop(world: World, chosen: pg.Strategy) -> tuple[bool, bool]:
 def test_stop_request_reaches_all_ranks_under_user_passes(
     pool: Launcher, chosen: pg.Strategy
 ) -> None:
-    """It was set in one worker's passes, so others lost it. And one worker's step counted a
-    share of two ranks twice, where the loop had changed its batch.
+    """All ranks learn of a stop request in the same step.
+
+    Earlier, the request was set in the passes of one worker only, so the others did not see it.
+    Also, if the loop had changed its batch, the step of one worker counted the share of two
+    ranks twice.
     """
     assert pool.run(asked_to_stop, chosen, size=chosen.workers) == [(False, True)] * chosen.workers
 
 
 @pytest.mark.table
 def test_strategy_of_two_axes_equals_serial(tmp_path: Path) -> None:
-    """Shares are those of replicas, not of ranks: every sample counts once, batch norm and
-    tests see each once, and the record has it of one rank alone.
+    """A share belongs to a replica, not to a rank, so every sample counts once.
+
+    Batch norm and tests see each sample once, and only one rank of a replica records it.
     """
     for each in (job, JOBS["cnn with batch norm"].replace(test=IMAGES, metric=pg.accuracy)):
         assert pg.verify(each, Twofold(4), runs=tmp_path).same
@@ -333,7 +341,7 @@ def test_incomplete_or_contradictory_strategy_is_refused(chosen: pg.Strategy, sa
 
 
 class Empty(Vote):
-    """Its exchange is none."""
+    """A strategy whose `make_exchange` returns None."""
 
     def make_exchange(self, replica: Any, world: Any, log: Any, options: Any) -> Any:
         return None
@@ -347,7 +355,7 @@ def test_invalid_exchange_is_refused(tmp_path: Path) -> None:
 
 
 class Few(Vote):
-    """Its exchange counts three things."""
+    """A strategy whose exchange returns three totals instead of four."""
 
     def make_exchange(self, replica: Any, world: Any, log: Any, options: Any) -> pg.Exchange:
         made = VoteExchange(replica, world)
@@ -375,7 +383,7 @@ class Raising(Vote):
 
 
 class Fickle(pg.AllReduce):
-    """A ring in some processes, and in others one that goes the other way round."""
+    """An all-reduce with another program in some processes: `Direct` instead of `Ring`."""
 
     def program(self, rank: int, size: int) -> Any:
         return (
@@ -416,7 +424,7 @@ def test_failing_strategy_method_is_refused_by_name() -> None:
 
 
 def fickle(world: World) -> None:
-    """One rank sees another environment than the others."""
+    """Make a step in which rank 1 has another environment variable than rank 0."""
     os.environ["FICKLE"] = "yes" if world.rank else "no"
     trainer = Trainer.build_for_job(
         world, job, pg.strategy("data(2, reduce=fickle, state=replicated)")
@@ -429,7 +437,7 @@ def fickle(world: World) -> None:
 
 
 def test_different_programs_on_ranks_are_reported(pool: Launcher) -> None:
-    """They aborted over gloo, or waited for ever."""
+    """Earlier, ranks with different programs aborted over gloo, or waited for ever."""
     with pytest.raises(
         pg.RankFailed,
         match=r"fickle has another program on rank . than on rank .: it must be a function of",
@@ -439,7 +447,10 @@ def test_different_programs_on_ranks_are_reported(pool: Launcher) -> None:
 
 @pytest.mark.table
 def test_file_run_and_imported_defines_one_class(tmp_path: Path) -> None:
-    """A job file that something imports under its own name was refused as two of one name."""
+    """A job file may be run and also be imported by another module.
+
+    Earlier, this was refused, as if two classes had the same name.
+    """
     (tmp_path / "rumour.py").write_text(
         OWN.read_text()
         .replace("Line", "Hearsay")
@@ -471,8 +482,9 @@ def test_strategies_command_lists_those_of_a_file() -> None:
 
 
 def test_unimportable_class_is_sent_or_refused(tmp_path: Path) -> None:
-    """A class of a module that is no file goes to the ranks by value; one that cannot is
-    refused before they start.
+    """A class whose module has no file is sent to the ranks by value.
+
+    If the class cannot be sent by value, it is refused before the ranks start.
     """
     ghost = ModuleType("ghost")
     code = "import threading\nimport paragrad as pg\nlock = threading.Lock()\n"
@@ -493,14 +505,17 @@ class Doubled(ForwardsFirst):
 
 
 class Scaled(Reordered):
-    """Runs backward on twice the share of the loss."""
+    """A strategy that runs backward on twice the share of the loss."""
 
     def make_passes(self, within: Any, exchange: pg.Exchange) -> Any:
         return Doubled(within, exchange)
 
 
 def test_wrong_gradient_scale_ends_in_the_first_step(tmp_path: Path) -> None:
-    """In float32 the difference was taken to float64, where the scale was not looked at."""
+    """Earlier, a difference in float32 was examined again in float64.
+
+    That comparison ignored the scale of the gradient.
+    """
     with pytest.raises(pg.RankFailed, match="the gradient is off") as caught:
         pg.train(job, Scaled(4), runs=tmp_path)
     assert caught.value.step == 0
@@ -527,7 +542,9 @@ def test_notation_words_are_reserved_and_fields_are_options() -> None:
 
 
 def test_built_in_names_take_precedence() -> None:
-    """In a fresh process an own one was defined before ours, which then could not be
+    """A user's class cannot take the name of a built-in one, also in a fresh process.
+
+    Earlier, the user's class was defined first there, and then the built-in one could not be
     imported.
     """
     for text in ("class Ring(pg.AllReduce): pass", "class Data(pg.Strategy): pass"):

@@ -31,7 +31,7 @@ def test_ranges_that_meet_are_one() -> None:
 
 
 def test_rank_without_samples_has_no_range() -> None:
-    """It runs one sample of the batch with weight 0."""
+    """The rank runs one sample of the batch with weight 0."""
     batch = make_rank_batch(ORDER, 0, range(24, 25), Division((1, 1), 3), [1])
     assert batch.recorded_ranges == []
     assert [(each.positions, each.places) for each in batch.micro_batches] == [([], [0])]

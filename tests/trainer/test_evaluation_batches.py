@@ -1,4 +1,4 @@
-"""The batches of a test: the same for every number of ranks, each sample once."""
+"""The batches of a test are the same for every number of ranks, and contain each sample once."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ Collate = Callable[[list[int]], Any]
 
 
 def stack_numbers(samples: list[int]) -> tuple[Tensor, Tensor]:
-    """The samples as rows, each beside a random number."""
+    """Return the samples as rows, and a random number for each."""
     return torch.tensor(samples), torch.rand(len(samples))
 
 
 def put_time_first(samples: list[int]) -> tuple[Tensor, Tensor]:
-    """Five times of each sample: time is the first dimension."""
+    """Return five times of each sample; time is the first dimension."""
     return torch.tensor(samples).expand(5, -1), torch.rand(len(samples))
 
 
@@ -53,7 +53,7 @@ def want_four(samples: list[int]) -> Tensor:
 def load_parts(
     collate: Collate | None, samples: int, parts: int, batch: int = 12, largest: int = 256
 ) -> list[list[tuple[list[int], Any]]]:
-    """What each part of a test evaluates."""
+    """Load the batches that each part of a test evaluates."""
     dataset = Samples(list(range(samples)), 7, collate)
     return [
         list(
@@ -83,7 +83,7 @@ def test_every_sample_is_evaluated_once(samples: int, batch: int, largest: int, 
 def test_draws_of_a_sample_do_not_depend_on_parts(
     samples: int, batch: int, largest: int, parts: int
 ) -> None:
-    """The collate of each rank drew for the samples of that rank."""
+    """Earlier, the collate of each rank drew for the samples of that rank only."""
     expected = {
         place: float(number)
         for positions, (_, drawn) in load_parts(stack_numbers, samples, 1, batch)[0]
@@ -96,7 +96,7 @@ def test_draws_of_a_sample_do_not_depend_on_parts(
 
 
 def test_test_batches_go_to_ranks_in_turn() -> None:
-    """The last ones, fewer than ranks, are divided."""
+    """The last test batches are divided if there are fewer of them than ranks."""
     positions = [
         [(each[0], each[-1]) for each, _ in part] for part in load_parts(stack_numbers, 59, 2)
     ]
@@ -108,7 +108,7 @@ def test_test_batches_go_to_ranks_in_turn() -> None:
 
 @pytest.mark.parametrize("collate", [put_time_first, pack_numbers, count_numbers, want_four])
 def test_batch_without_rows_stays_whole(collate: Collate) -> None:
-    """Of three test batches, four ranks get one each; the fourth rank gets none."""
+    """There are three test batches and four ranks; the fourth rank gets no batch."""
     found = load_parts(collate, 29, 4, largest=5)
     assert [[positions for positions, _ in part] for part in found] == [
         [list(range(12))],
@@ -119,7 +119,10 @@ def test_batch_without_rows_stays_whole(collate: Collate) -> None:
 
 
 def test_rows_may_vanish_in_a_later_batch() -> None:
-    """A batch of equal lengths is a tensor, and one of unequal lengths is packed."""
+    """The collate returns a tensor for some batches, and packs the others.
+
+    For example, it may pack a batch if its samples have unequal lengths.
+    """
 
     def collate(samples: list[int]) -> Any:
         return pack_numbers(samples) if max(samples) > 20 else torch.tensor(samples)
@@ -148,7 +151,7 @@ def test_batch_is_divided_if_all_of_it_has_rows(value: Any, expected: bool) -> N
 
 
 def test_time_that_equals_samples_by_chance_is_no_row() -> None:
-    """Five times of five samples look like five samples."""
+    """Five times of five samples look like five rows of samples."""
     assert is_divisible(put_time_first([0, 1, 2, 3, 4]), 5)
     for count in (1, 2, 3, 29):
         assert not has_rows_of_samples(Samples(list(range(count)), 7, put_time_first))
@@ -156,5 +159,5 @@ def test_time_that_equals_samples_by_chance_is_no_row() -> None:
 
 
 def test_size_follows_the_global_batch_only() -> None:
-    """It is 256 where the global batch is larger, or not known yet."""
+    """The size is 256 if the global batch is larger, or is not known yet."""
     assert [choose_test_batch(size) for size in (0, 1, 12, 1000)] == [256, 1, 12, 256]

@@ -1,4 +1,4 @@
-"""How many files a reader opens to follow one step: those in which the step calls a function."""
+"""How many files a reader opens to follow one step: those whose functions the step calls."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from paragrad.runtime.world import World
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm")]
 
 PACKAGE = Path(pg.__file__).parent
-TRACED_STEP = 5  # no step that is compared
+TRACED_STEP = 5  # this step is not compared with one worker's
 
 
 def trace_step(world: World, strategy: str) -> list[str]:
-    """The files of paragrad in which a step of a user's own loop calls a function."""
+    """List the files of paragrad in which a step of a user's own loop calls a function."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10)
@@ -55,7 +55,7 @@ def trace_step(world: World, strategy: str) -> list[str]:
     ("strategy", "most"), [("data(2, reduce=ring)", 14), ("pipeline(2)", 18), ("tensor(2)", 18)]
 )
 def test_a_step_calls_few_files(pool: Launcher, strategy: str, most: int) -> None:
-    """The `shm` backend is left out: a group may have another backend."""
+    """Files of the `shm` backend do not count: a process group may have another backend."""
     for files in pool.run(trace_step, strategy, size=2):
         own = [each for each in files if not each.startswith(f"shm{os.sep}")]
         assert "trainer/training.py" in own

@@ -18,7 +18,7 @@ from paragrad.validation.validate import validate_run
 
 pytestmark = pytest.mark.processes
 
-LARGE = 300.0  # of a loss whose gradients overflow in float16, in the first steps
+LARGE = 300.0  # factor of a loss whose gradients overflow in float16, in the first steps
 
 
 def large_loss(output: Tensor, target: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ def make_job(**changes: Any) -> pg.Job:
 
 
 def train_plainly(made: pg.Job) -> tuple[list[float], nn.Module, list[float]]:
-    """A plain loop with torch's GradScaler.
+    """Train with a plain loop and torch's GradScaler.
 
     Returns losses, model, and the scale before each step and at the end.
     """
@@ -74,7 +74,7 @@ def train_plainly(made: pg.Job) -> tuple[list[float], nn.Module, list[float]]:
 
 
 def list_skipped(run: Record) -> list[tuple[float, float]]:
-    """(step, new scale) of each skipped step."""
+    """Return (step, new scale) of each skipped step."""
     return [
         (line["numbers"]["step"], line["numbers"]["scale"])
         for line in run.select_lines("event")
@@ -84,7 +84,7 @@ def list_skipped(run: Record) -> list[tuple[float, float]]:
 
 @pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
 def test_serial_is_a_plain_loop_with_a_grad_scaler(tmp_path: Path) -> None:
-    """Bit for bit, with skipped steps, clipping and a scheduler; also resumed in the middle."""
+    """Both are equal bit for bit, with skipped steps, clipping, a scheduler, and after a resume."""
     made = make_job()
     losses, model, scales = train_plainly(made)
     run = pg.train(made, "serial", runs=tmp_path)
@@ -143,8 +143,8 @@ def mean_output(output: Tensor, target: Tensor) -> Tensor:
 def test_comparison_names_the_step_that_overflows_in_whole_batches_only(tmp_path: Path) -> None:
     """Each of eight samples has the gradient 8,192 at the first loss scale, 65,536.
 
-    Their sum exceeds 65,504, the largest number of float16; that of four does not. The losses
-    differed by a learning rate, and no line said why.
+    Their sum exceeds 65,504, the largest number of float16; that of four does not. Earlier, the
+    losses differed by a learning rate, and no line said why.
     """
     ones = torch.utils.data.TensorDataset(torch.ones(16, 1), torch.zeros(16))
     made = make_job(
@@ -178,7 +178,7 @@ def test_other_models_train_in_float16(name: str, strategy: str, tmp_path: Path)
 
 
 def float16_loss(output: Tensor, target: Tensor) -> Tensor:
-    """Autocast leaves it in float16, and times the loss scale it is infinite there."""
+    """A loss that autocast leaves in float16; multiplied by the loss scale, it is infinite."""
     return -torch.log_softmax(output, -1)[torch.arange(len(target)), target].mean()
 
 
@@ -186,7 +186,10 @@ def float16_loss(output: Tensor, target: Tensor) -> Tensor:
     "strategy", ["serial", pytest.param("data(2, reduce=ring)", marks=pytest.mark.table)]
 )
 def test_loss_in_float16_trains_on(strategy: str, tmp_path: Path) -> None:
-    """The largest number of float16 is 65,504: serial ended, and other strategies did not."""
+    """Earlier, such a loss ended serial, but not other strategies.
+
+    The largest number of float16 is 65,504.
+    """
     made = make_job(loss=float16_loss, clip_norm=None, scheduler=None, scheduler_every=None)
     losses, _, scales = train_plainly(made)
     run = pg.train(made, strategy, runs=tmp_path)
@@ -194,7 +197,7 @@ def test_loss_in_float16_trains_on(strategy: str, tmp_path: Path) -> None:
     if strategy == "serial":
         assert list_skipped(run) == [(0, 2.0**15)]
         assert run.losses == losses
-    else:  # half of it is no overflow
+    else:  # half of the loss does not overflow
         assert run.losses[0] == pytest.approx(losses[0], rel=5e-3)
         assert run.skipped_steps == 0
 
@@ -209,7 +212,7 @@ def test_loss_in_float16_trains_on(strategy: str, tmp_path: Path) -> None:
 def test_rank_without_gradients_has_no_overflow(
     strategy: str, reference: str, tmp_path: Path
 ) -> None:
-    """torch has no norm of nothing."""
+    """torch cannot compute the norm of an empty list of tensors."""
     made = make_job(model=lambda: nn.Sequential(nn.Linear(10, 4), nn.Tanh()), clip_norm=None)
     serial = pg.train(made, reference, runs=tmp_path)
     run = pg.train(made, strategy, runs=tmp_path)

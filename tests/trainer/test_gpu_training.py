@@ -1,8 +1,9 @@
-"""Where a GPU is: the same training on it as on the CPU. Run: PYTHONPATH=src python3 -m pytest
--m gpu
+"""On a machine with a GPU, a training on the GPU equals the training on the CPU.
 
-One GPU is enough: its ranks share it and exchange through the host; NCCL is tested with one
-rank a GPU, where there are two.
+Run: PYTHONPATH=src python3 -m pytest -m gpu
+
+One GPU is enough: its ranks share it and exchange through the host. NCCL is tested with one rank
+per GPU, if there are two GPUs.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def test_digits_training_is_equal_on_gpu_and_cpu(text: str, tmp_path: Path) -> N
 
 
 class Attending(nn.Module):
-    """Heads, dropout of scores and of values, a norm of whole features."""
+    """A model with attention heads, dropout of scores and values, and a norm of whole features."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +99,7 @@ def convolving() -> nn.Module:
 
 
 class Forking(nn.Module):
-    """Two branches with dropout, of which one rank each has one."""
+    """A model with two branches with dropout; each branch is on another rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +114,7 @@ class Forking(nn.Module):
 
 
 def tall() -> nn.Module:
-    """Of so many rows that a halo travels meanwhile."""
+    """Return a model for images with so many rows that a halo is sent during the computation."""
     return nn.Sequential(
         nn.Unflatten(1, (1, 64, 1)),
         nn.Conv2d(1, 6, (3, 1), padding=(1, 0)),
@@ -143,10 +144,10 @@ MODELS = {"normed": normed, "attending": Attending, "convolving": convolving}
     ],
 )
 def test_divided_model_is_equal_on_gpu_and_cpu(text: str, model: str, tmp_path: Path) -> None:
-    """Also what dropout draws: by the element of the whole tensor, on either."""
+    """Dropout draws the same on both devices, by the element of the whole tensor."""
     job = DIGITS.replace(model=MODELS[model], name=model, epochs=1, dtype=torch.float64)
     here = pg.train(job, text, runs=tmp_path, device="cuda", verify=True)
-    # statistics of each
+    # with micro=2, batch norm uses the statistics of each micro-batch
     there = pg.train(job, "serial(micro=2)" if "micro=2" in text else "serial", runs=tmp_path)
     assert here.header["device"] == "cuda"
     assert here.losses == pytest.approx(there.losses, rel=1e-9)
@@ -174,7 +175,7 @@ def test_spatial_and_branch_are_equal_on_gpu_and_cpu(
     text: str, model: Callable[[], nn.Module], tmp_path: Path
 ) -> None:
     job = DIGITS.replace(model=model, name=model.__name__, epochs=1, dtype=torch.float64)
-    # the first module made images of vectors: here they come as such
+    # the first module makes images of vectors; here the samples are images already
     if model is not Forking:
         first, *_ = model()
         shaped = [
@@ -247,8 +248,9 @@ def wide() -> nn.Module:
 
 
 def beside(world: World, job: pg.Job, chosen: str) -> tuple[list[float], list[int]]:
-    """The losses of all steps, and the shares at the end: rank 0 on the GPU, the others on the
-    CPU.
+    """Train with rank 0 on the GPU and the others on the CPU.
+
+    Return the losses of all steps, and the shares at the end.
     """
     here = replace(world, device=torch.device("cuda", 0) if world.rank == 0 else CPU)
     trainer = Trainer.build_for_job(here, job, pg.strategy(chosen))
@@ -263,8 +265,9 @@ def beside(world: World, job: pg.Job, chosen: str) -> tuple[list[float], list[in
 
 
 def test_shares_are_adapted_to_a_gpu_and_a_cpu(tmp_path: Path) -> None:
-    """The rank on the GPU gets most of every batch from the second epoch on, and it is serial's
-    training.
+    """The rank on the GPU gets most of every batch from the second epoch on.
+
+    The training equals serial's.
     """
     job = DIGITS.replace(model=wide, name="wide", dtype=torch.float64, epochs=3, batch=512)
     serial = pg.train(job, "serial", runs=tmp_path)
@@ -277,8 +280,9 @@ def test_shares_are_adapted_to_a_gpu_and_a_cpu(tmp_path: Path) -> None:
 
 
 def test_asynchronous_workers_on_a_gpu(tmp_path: Path) -> None:
-    """Servers are on the CPU, from where they send; batch norm's statistics go there and
-    back.
+    """Servers are on the CPU and send from there.
+
+    The statistics of batch norm are copied to the CPU and back.
     """
     job = DIGITS.replace(model=normed, name="normed")
     run = pg.train(job, "server(2, sync=asp)", runs=tmp_path, device="cuda", save=20)
@@ -294,7 +298,10 @@ def test_asynchronous_workers_on_a_gpu(tmp_path: Path) -> None:
 
 
 def settled(world: World, job: pg.Job) -> list[float]:
-    """The mean state of a replica on the GPU and one on the CPU: both go on from it."""
+    """Average the state of a replica on the GPU and one on the CPU; return the mean of this rank.
+
+    Both replicas continue from the mean.
+    """
     here = replace(world, device=torch.device("cuda", 0) if world.rank == 0 else CPU)
     trainer = Trainer.build_for_job(here, job, pg.strategy("local(2, every=3, reduce=ring)"))
     try:
@@ -306,7 +313,7 @@ def settled(world: World, job: pg.Job) -> list[float]:
         for parameter, state in trainer.optimizer.state.items():
             assert {each.device for each in state.values()} == {parameter.device}
         means = [float(state["exp_avg"].abs().sum()) for state in trainer.optimizer.state.values()]
-        # its gradients are those of its own samples: what comes of it is its own too
+        # the gradients come from this rank's own samples, so this update is its own too
         trainer.optimizer.step()
         return means
     finally:
@@ -314,8 +321,10 @@ def settled(world: World, job: pg.Job) -> list[float]:
 
 
 def test_state_on_two_devices_is_averaged() -> None:
-    """They came back to the devices that they were sent from, and the sum over two failed. A
-    fused Adam's step, a number, is a tensor on its parameter's device.
+    """Earlier, the average of states on two devices failed.
+
+    The states were returned to the devices that they were sent from, and could not be summed there.
+    The step of a fused Adam is a tensor on the device of its parameter.
     """
     job = DIGITS.replace(
         dtype=torch.float64, optimizer=functools.partial(torch.optim.Adam, lr=1e-3, fused=True)

@@ -1,4 +1,4 @@
-"""A model that is certainly as it was is known without a comparison of values."""
+"""ModelIdentity tells that a model is certainly unchanged, without a comparison of values."""
 
 from __future__ import annotations
 

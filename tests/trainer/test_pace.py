@@ -1,4 +1,4 @@
-"""Ranks that are slowed on purpose, and shares that follow what ranks take."""
+"""Ranks that are slowed on purpose, and shares that follow the speed of ranks."""
 
 from __future__ import annotations
 
@@ -77,8 +77,9 @@ def test_random_slow_steps_are_equal_in_every_process() -> None:
 def waits(
     monkeypatch: pytest.MonkeyPatch, slowed: SlowRanks, took: list[float], samples: int = 16
 ) -> tuple[Pace, list[float]]:
-    """What rank 1 waits in steps whose passes take so many seconds of the core, and its pace. A
-    share is 16 samples.
+    """Return the pace of rank 1, and its waits in steps whose passes take these seconds.
+
+    The seconds are CPU time. A share is 16 samples.
     """
     pace = Pace(slowed, 0, 1)
     waited = []
@@ -89,7 +90,7 @@ def waits(
     for step, seconds in enumerate(took):
         with pace.pace_step(step, samples, 16.0, passes):  # type: ignore[arg-type]
             clock[0] += seconds
-            # the core is shared: on the clock all takes twice as long
+            # the core is shared: by the wall clock, everything takes twice as long
             passes.forward_cpu_seconds += seconds / 3
             passes.forward_seconds += 2 * seconds / 3
     return pace, waited
@@ -100,7 +101,7 @@ def test_slow_rank_waits_for_the_simulated_time(
 ) -> None:
     assert waits(monkeypatch, SlowRanks(), [0.5, 0.25])[1] == [0.0, 0.0]
     pace, waited = waits(monkeypatch, SlowRanks(((1, 3.0),)), [0.5, 0.25])
-    assert waited == [2.0, 1.0]  # of one second, and of half of one
+    assert waited == [2.0, 1.0]  # the steps take one second, and half a second
     assert (pace.samples, pace.seconds) == (32, 4.5)
     assert waits(monkeypatch, SlowRanks(((0, 3.0),)), [0.5])[1] == [0.0]
     # half a share: two seconds
@@ -124,7 +125,7 @@ def test_slowed_training_equals_serial(tmp_path: Path, text: str) -> None:
 def followed(
     told: list[tuple[float, float]], before: tuple[int, ...], full: int = 64
 ) -> tuple[int, ...]:
-    """Shares by the samples and seconds that ranks tell."""
+    """Return the shares that follow from the (samples, seconds) of the ranks."""
     world: Any = SimpleNamespace(
         all_gather=lambda own: [torch.tensor(each, dtype=torch.float64) for each in told]
     )
@@ -145,7 +146,7 @@ def test_shares_are_proportional_to_speed() -> None:
         31,
         1,
     ]
-    # a sample for each
+    # each rank gets at least one sample
     assert followed([(160, 1.0), (20, 1.0), (20, 1.0), (10, 1.0)], (1, 1, 1, 1), 4) == (1, 1, 1, 1)
     assert min(followed([(160, 1.0), (1, 1.0), (1, 1.0)], (1, 1, 1), 7)) == 1
     assert apportion_samples(4000, followed([(1999, 1.0), (1, 1.0)], (1, 1), 4000)) == [3997, 3]
@@ -157,8 +158,9 @@ def test_shares_stay_without_a_clear_gain() -> None:
 
 
 def test_shares_change_once_an_epoch() -> None:
-    """A loop of one's own that tested in the middle of an epoch, and went on there, got other
-    shares for the rest of it.
+    """Earlier, shares could change in the middle of an epoch.
+
+    This happened in a user's loop that ran a test there, and then continued the epoch.
     """
     world: Any = SimpleNamespace(all_gather=lambda own: [own, own * torch.tensor([1.0, 3.0])])
     pace = Pace(SlowRanks(), 0, 0)
@@ -168,12 +170,12 @@ def test_shares_change_once_an_epoch() -> None:
         pace.seconds = pace.seconds + 1.0
         shares.append(pace.update_shares(world, 64, Division((1, 1)), StepLog(None), epoch).shares)
     assert apportion_samples(64, shares[0]) == apportion_samples(64, shares[2]) == [48, 16]
-    assert shares[1] == (1, 1)  # that is, those of before
+    assert shares[1] == (1, 1)  # the shares before the call
     assert pace.samples == 0
 
 
 def test_fixed_shares_are_reported_at_start() -> None:
-    """One epoch was trained with equal shares, and nothing was said."""
+    """Earlier, a training of one epoch used equal shares without a message."""
     with pytest.warns(
         UserWarning,
         match="job vectors has only one, so they stay equal; give more epochs, or give the",
@@ -211,8 +213,9 @@ def test_shares_change_only_between_epochs(tmp_path: Path) -> None:
 
 
 def test_batch_norm_does_not_hide_the_slow_rank(tmp_path: Path) -> None:
-    """A forward waits for the other ranks' statistics, so all took equally long, and shares
-    stayed as they were.
+    """Earlier, all ranks seemed to take equally long, so the shares did not change.
+
+    The reason was that a forward waits for the batch norm statistics of the other ranks.
     """
     made = job("normed", normed_cnn, IMAGES, dtype=torch.float64, epochs=2)
     run = pg.train(made, "data(2, shares=auto)", runs=tmp_path, slow="1=5x", pace=0.05)
@@ -237,14 +240,14 @@ def test_adaptive_shares_are_refused_if_batch_norm_may_see_one(more: str) -> Non
 
 
 def test_verify_takes_uneven_shares(tmp_path: Path) -> None:
-    """Equal ones, with which a run begins, say nothing of those to come."""
+    """Verify uses uneven shares: a run begins with equal ones, and uneven ones follow."""
     assert strategy("data(3, shares=auto)").verifiable.division == Division((3, 2, 1))
     assert strategy("data(2)").verifiable == strategy("data(2)")
     assert pg.verify(vectors(), "data(3, shares=auto)", runs=tmp_path).same
 
 
 def test_two_data_iterators_keep_their_first_shares(tmp_path: Path) -> None:
-    """Another `batches` changed what was left of the one under way."""
+    """Earlier, another call of `batches` changed the rest of an iterator that was in use."""
     trainer = Trainer.build_for_job(World(), vectors(), strategy("data(1)"))
     first = trainer.batches(VECTORS, 12, 0)
     next(first)

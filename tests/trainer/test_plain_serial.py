@@ -1,7 +1,7 @@
-"""Serial is plain PyTorch: a loop of one's own trains the same, bit for bit.
+"""Serial is plain PyTorch: a user's own loop trains the same, bit for bit.
 
-Backward once ran on the sum of the losses, and the mean was taken after it. What saw a gradient on
-the way (a hook, an optimizer in backward) saw it as many times too large as there are samples.
+Earlier, backward ran on the sum of the losses, and the mean was taken after it. So hooks and
+optimizers in backward saw gradients that were too large by the number of samples.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def iterate_batches(job: pg.Job, steps: int) -> Iterator[tuple[Any, Any]]:
 
 
 def train_plainly(job: pg.Job, steps: int = STEPS) -> tuple[dict[str, Tensor], list[float]]:
-    """The loop that a person writes without this library."""
+    """Train with the loop that a user writes without this library."""
     model = job.build_model()
     optimizer = job.optimizer(model.parameters())
     losses = []
@@ -81,7 +81,7 @@ def assert_bit_equal(ours: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", JOBS)
 def test_serial_is_the_plain_loop(name: str, dtype: torch.dtype) -> None:
-    """The reference of verify: it shares the order, the collate and the keyed draws."""
+    """PlainLoop is verify's reference; it shares the order, the collate and the keyed draws."""
     job = JOBS[name].replace(dtype=dtype)
     ours, losses, draws = train_serially(job)
     dataset = open_dataset(job.train, None)
@@ -123,7 +123,7 @@ def test_built_in_jobs_are_plain(
 
 # ---- hooks -----------------------------------------------------------------------------------
 class Counted:
-    """Calls a function with each gradient from a number of calls on."""
+    """A hook that calls a function with each gradient, after a number of calls."""
 
     def __init__(self, function: Callable[[Any], Any], first: int) -> None:
         self.function = function
@@ -136,7 +136,7 @@ class Counted:
 
 
 class Watched(nn.Module):
-    """Keeps the squared gradient of its weight, and clips what comes back to its activation."""
+    """A model that sums squared gradients of a weight, and clips the gradient of an activation."""
 
     def __init__(self, clip: float) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ def hook_accumulation(function: Callable[[Tensor], None]) -> Callable[[int], nn.
 
 
 def step_in_backward(first: int) -> nn.Module:
-    """An optimizer in backward: each parameter has its own, which steps in a hook."""
+    """Return a model with optimizers in backward: a parameter's own optimizer steps in a hook."""
     model = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 4), nn.Linear(4, 4))
     for parameter in model[:3].parameters():
         own = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
@@ -236,7 +236,7 @@ HOOKED: dict[str, Callable[[int], nn.Module]] = {
 @pytest.mark.parametrize("first", [0, 11])
 @pytest.mark.parametrize("name", HOOKED)
 def test_hooks_see_the_gradient_of_the_mean(name: str, first: int, dtype: torch.dtype) -> None:
-    """An optimizer in backward was 18.6 off, a squared gradient in a buffer 143 times."""
+    """Earlier, an optimizer in backward was off by 18.6, and squared gradients by 143 times."""
     job = make_job("hooked", lambda: HOOKED[name](first), VECTORS, dtype=dtype)
     ours, losses, _ = train_serially(job)
     plain, plain_losses = train_plainly(job)
@@ -246,7 +246,7 @@ def test_hooks_see_the_gradient_of_the_mean(name: str, first: int, dtype: torch.
 
 @pytest.mark.parametrize("name", ["optimizer in backward", "tensor, clips"])
 def test_hooks_of_a_model_with_batch_norm_run_once(name: str) -> None:
-    """Serial runs no pass of its own on the trained model, which hooks would count."""
+    """Serial runs no additional pass on the trained model, because hooks would count it."""
 
     def build() -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(128, 10), nn.BatchNorm1d(10), HOOKED[name](11))
@@ -290,7 +290,10 @@ def test_hooks_in_a_loop_of_ones_own(name: str) -> None:
     ],
 )
 def test_optimizers_in_backward_are_refused_by_name(strategy: str, tmp_path: Path) -> None:
-    """A part's gradient would step them, or another rank's copy would stay as it was."""
+    """The optimizer of a hook is refused if it cannot step as in serial.
+
+    It would step with the gradient of a part, or the copy of another rank would stay unchanged.
+    """
     job = make_job("hooked", lambda: step_in_backward(0), VECTORS)
     with pytest.raises(pg.RankFailed, match=r"a backward changes it|it has a hook") as caught:
         pg.train(job, strategy, runs=tmp_path)
@@ -317,7 +320,7 @@ def test_linear_hooks_are_equal_where_the_batch_is_split(
 
 
 def test_hooks_on_accumulated_gradients_are_refused_in_micro_batches(tmp_path: Path) -> None:
-    """A post-accumulate hook changes what all micro-batches before have left, again and again."""
+    """A post-accumulate hook changes the sum of all micro-batches so far again and again."""
     job = make_job("hooked", lambda: HOOKED["post-accumulate, linear"](0), VECTORS)
     with pytest.raises(pg.RankFailed, match="the gradient is off"):
         pg.train(job, "serial(micro=3)", runs=tmp_path)

@@ -1,4 +1,4 @@
-"""Trainings from beginning to end: what they record, what they give back, how they fail."""
+"""Trainings from beginning to end: what they record, what they return, how they fail."""
 
 from __future__ import annotations
 
@@ -49,8 +49,9 @@ def trained(pool: Launcher, folder: Path, job: pg.Job, text: str, **settings: ob
 
 @pytest.mark.story
 def test_digits_is_equal_under_every_strategy(pool: Launcher, tmp_path: Path) -> None:
-    """All samples, none twice, none missed; the four algorithms bit-identical at two workers;
-    serial's accuracy.
+    """Every strategy uses all samples, none twice, and reaches serial's accuracy.
+
+    With two workers, the four algorithms are identical bit for bit.
     """
     runs = {}
     for text in (
@@ -75,7 +76,7 @@ def test_digits_is_equal_under_every_strategy(pool: Launcher, tmp_path: Path) ->
             0,
         )
         assert finished.end["status"] == "finished"  # type: ignore[index]
-        # two of 360 digits
+        # the difference of two digits of 360
         assert finished.test == pytest.approx(runs["serial"].test, abs=0.6)
         assert finished.losses == pytest.approx(runs["serial"].losses, rel=1e-3)
     two = [
@@ -143,15 +144,13 @@ def test_every_kind_of_record_line_has_its_fields(pool: Launcher, tmp_path: Path
     memory = Record(tmp_path).select_lines("memory", rank=1)[0]
     parameters = 4 * (64 * 64 + 64 + 64 * 10 + 10)
     assert memory["parameters"] == memory["gradients"] == memory["optimizer"] == parameters
-    # and weight, loss, stop, doubt, which travel as one more gradient
+    # weight, loss, stop and doubt are exchanged as one more gradient
     assert memory["exchange"] == parameters + 16
 
 
 @pytest.mark.parametrize("text", ["data(2)", "data(2, reduce=ring)"])
 def test_step_record_is_below_256_bytes_per_rank(pool: Launcher, tmp_path: Path, text: str) -> None:
-    """The record grew by 2.3 KB a step: every span was a line of its own, which named what it
-    was of.
-    """
+    """Earlier, the record grew by 2.3 KB per step: each span was a line that repeated its names."""
     finished = trained(pool, tmp_path, DIGITS, text)
     for rank in range(2):
         steps = [
@@ -163,7 +162,7 @@ def test_step_record_is_below_256_bytes_per_rank(pool: Launcher, tmp_path: Path,
 
 
 def wide() -> nn.Module:
-    """More than the first bucket of DDP holds (1 MB), so that there are several."""
+    """Return a model larger than DDP's first bucket (1 MB), so that there are several buckets."""
     return nn.Sequential(
         nn.Linear(10, 700),
         nn.ReLU(),
@@ -176,7 +175,7 @@ def wide() -> nn.Module:
 
 
 class Listened(TensorDataset):
-    """Writes the addresses at which its process listens, whenever a sample is asked for."""
+    """A dataset that writes the addresses at which its process listens, for each sample."""
 
     folder: Path
 
@@ -201,10 +200,8 @@ class Listened(TensorDataset):
 def test_no_rank_opens_a_port_over_shared_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, ports: int
 ) -> None:
-    """Schedules went over gloo, which listened on the loopback, while record and page said
-    shm.
-    """
-    # the session's may still listen for a test before this one
+    """Earlier, schedules used gloo, which listened on the loopback, while the record said shm."""
+    # the launcher of the session may still listen for an earlier test
     monkeypatch.setattr(train, "Launcher", Launcher)
     samples = Listened(torch.arange(24.0).reshape(12, 2), torch.arange(12) % 3)
     samples.folder = tmp_path
@@ -220,7 +217,7 @@ def test_no_rank_opens_a_port_over_shared_memory(
     run = pg.train(job, "data(3, reduce=ring)", runs=tmp_path / "runs", backend=backend)
     assert run.header["backend"] == backend
     told = {path.name: path.read_text().split() for path in tmp_path.glob("process-*")}
-    told.pop(f"process-{os.getpid()}", None)  # the door's batch
+    told.pop(f"process-{os.getpid()}", None)  # validation loads a batch in this process
     assert len(told) >= 3
     assert not {
         name: addresses
@@ -230,8 +227,10 @@ def test_no_rank_opens_a_port_over_shared_memory(
 
 
 def test_overlap_can_be_disabled_and_is_recorded(pool: Launcher, tmp_path: Path) -> None:
-    """The first layer's backward comes last. With overlap it sees the first bucket leave;
-    without, none leaves before it.
+    """The backward of the first layer runs last.
+
+    With overlap, the first bucket is exchanged before that backward ends. Without overlap, no
+    bucket is.
     """
     for overlap in (True, False):
         folder = tmp_path / str(overlap)
@@ -252,7 +251,7 @@ def test_overlap_can_be_disabled_and_is_recorded(pool: Launcher, tmp_path: Path)
 
 
 def leaves_during_backward(world: World, overlap: bool) -> bool:
-    """Whether a bucket's exchange begins while backward waits in the first layer."""
+    """Return whether a bucket's exchange begins while backward waits in the first layer."""
     left = threading.Event()
     seen = []
 
@@ -322,8 +321,9 @@ def test_non_finite_loss_names_rank_step_and_tensor(pool: Launcher, tmp_path: Pa
 
 
 def test_spans_of_a_failed_step_are_recorded(pool: Launcher, tmp_path: Path) -> None:
-    """They were written together with the step's line, which such a step does not get: what it
-    did until then was lost.
+    """Earlier, the spans of a failed step were lost.
+
+    They were written together with the line of the step, and a failed step has no line.
     """
     with pytest.raises(pg.RankFailed) as caught:
         trained(pool, tmp_path, make_job("breaks", Breaks, VECTORS), "data(2, reduce=ring)")
@@ -335,7 +335,7 @@ def test_spans_of_a_failed_step_are_recorded(pool: Launcher, tmp_path: Path) -> 
         "reduce 0",
         "update",
     }
-    # there it broke
+    # the step failed there
     assert [span["name"] for span in spans if span["step"] == caught.value.step == 3] == [
         "load",
         "F0",
@@ -352,7 +352,7 @@ def test_non_finite_sample_is_reported_as_input(pool: Launcher, tmp_path: Path) 
 
 
 class WeightRunsOut:
-    """A loss that returns a pair; its weight is not finite where it is called for the 60th time.
+    """A loss that returns a pair; its weight is not finite from the 60th call on.
 
     Validation calls it less often.
     """
@@ -368,14 +368,14 @@ class WeightRunsOut:
 
 @pytest.mark.parametrize("strategy", ["serial", "data(2, reduce=ring)"])
 def test_non_finite_weight_is_refused(strategy: str, pool: Launcher, tmp_path: Path) -> None:
-    """Under serial, gradients over an infinite weight were 0, without a word."""
+    """Earlier, under serial, gradients divided by an infinite weight were 0, without a message."""
     made = JOBS["mlp"].replace(loss=WeightRunsOut(), epochs=30)
     with pytest.raises(pg.RankFailed, match=r"the (weight of the )?loss is not finite"):
         trained(pool, tmp_path, made, strategy, skip_first_step_check=True)
 
 
 class Forgets(nn.Module):
-    """Uses its side layer in the first step alone."""
+    """A model that uses its side layer in the first step only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -404,8 +404,9 @@ def test_batch_without_counted_targets_is_refused_in_training(
 
 
 def test_ignored_targets_have_no_weight_on_any_rank(pool: Launcher, tmp_path: Path) -> None:
-    """Half of the targets of the first share are ignored: a mean of means would be another
-    training.
+    """Half of the targets of the first share are ignored.
+
+    So a mean of the ranks' means would be another training.
     """
     targets = whole(4, 29, seed=9)
     targets[::3] = -100
@@ -421,7 +422,7 @@ def test_ignored_targets_have_no_weight_on_any_rank(pool: Launcher, tmp_path: Pa
 
 
 def test_draws_that_depend_on_the_layout_are_refused(pool: Launcher, tmp_path: Path) -> None:
-    """They were recorded, and trained all the same."""
+    """Earlier, such draws were recorded, and the training continued."""
 
     class Noisy(nn.Module):
         def __init__(self) -> None:
@@ -460,8 +461,9 @@ def test_data_without_torchrun_is_refused() -> None:
 
 
 def test_recorded_learning_rate_is_the_used_one(pool: Launcher, tmp_path: Path) -> None:
-    """It was read after the scheduler had stepped: the record was one step ahead of the
-    training.
+    """Earlier, the rate was read after the scheduler's step.
+
+    So the record was one step ahead of the training.
     """
     finished = trained(pool, tmp_path, JOBS["mlp, adam, clipped, scheduled"], "data(2)")
     assert [line["lr"] for line in finished.select_lines("step")] == pytest.approx(
@@ -470,8 +472,9 @@ def test_recorded_learning_rate_is_the_used_one(pool: Launcher, tmp_path: Path) 
 
 
 def test_messages_of_every_micro_batch_are_counted(pool: Launcher, tmp_path: Path) -> None:
-    """The count was emptied at the last micro-batch: what batch norm gathered in the earlier
-    ones was lost.
+    """Earlier, the count was reset at the last micro-batch.
+
+    So the batch norm messages of the earlier micro-batches were lost.
     """
     once, twice = (
         trained(
@@ -492,8 +495,10 @@ def test_messages_of_every_micro_batch_are_counted(pool: Launcher, tmp_path: Pat
     ],
 )
 def test_bfloat16_computes_in_bfloat16_and_keeps_float32(pool: Launcher, name: str) -> None:
-    """By autocast. One step: error against float64 no more than four times serial's in
-    bfloat16, or 8 eps of it.
+    """Autocast computes in bfloat16.
+
+    After one step, the error against float64 is at most four times that of serial in bfloat16, or 8
+    eps of bfloat16.
     """
     job = JOBS[name].replace(dtype=torch.bfloat16)
     (exact,) = pool.run(one_step, JOBS[name].replace(dtype=torch.float64), "serial", size=1)
@@ -554,7 +559,7 @@ def test_until_stops_every_rank_after_the_epoch_that_meets_it(
         progress=told.append,
     )
     steps = len(short.select_lines("step"))
-    # the bar comes to its end
+    # the progress bar reaches its end
     assert (told[0]["steps"], told[-1]["step"], told[-1]["steps"]) == (6 * 23, steps, steps)
     assert [line["test"]["value"] for line in short.select_lines("epoch")] == tests[: goal + 1]
     assert short.end["status"] == "finished"  # type: ignore[index]
@@ -569,7 +574,7 @@ def test_until_stops_every_rank_after_the_epoch_that_meets_it(
 
 
 def test_run_prints_its_summary(pool: Launcher, tmp_path: Path) -> None:
-    """print(run) said <paragrad.trainer.Run object at 0x...>."""
+    """Earlier, print(run) printed <paragrad.trainer.Run object at 0x...>."""
     finished = trained(pool, tmp_path / "run", DIGITS.replace(epochs=1), "data(2)")
     assert str(finished) == repr(finished)
     assert re.fullmatch(

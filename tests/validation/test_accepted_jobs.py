@@ -1,5 +1,6 @@
-"""Models and jobs that were refused or crashed without need: each trains now as under serial,
-or gets one message.
+"""Models and jobs that once were refused or crashed, though they are valid.
+
+Now each of them trains as under serial, or is refused with one message.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ WHOLE = CUT[:3]
 
 
 def same(tmp_path: Path, checked: pg.Job, *strategies: str) -> None:
-    """The same training as serial under each strategy, to 1e-10 in float64; and it trains in
-    its own type.
+    """Assert that the job trains as serial under each strategy, to 1e-10 in float64.
+
+    It also trains in its own type.
     """
     for strategy in strategies:
         certificate = pg.verify(checked, strategy, runs=tmp_path)
@@ -44,7 +46,7 @@ def same(tmp_path: Path, checked: pg.Job, *strategies: str) -> None:
 
 # ---- types -----------------------------------------------------------------------------------
 class Waves(nn.Module):
-    """A complex layer first, of complex inputs if there are any; then a real one."""
+    """A model with a complex layer, for real or complex inputs, and then a real layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,10 +62,12 @@ class Waves(nn.Module):
     "strategy", [*CUT, "data(2, reduce=native)", "data(2, reduce=ring(reproducible=true))"]
 )
 def test_complex_first_parameter(strategy: str, tmp_path: Path) -> None:
-    """Inputs were cast to the type of the first parameter, and the numbers that travel with the
-    gradients (weight, loss) too: "grad can be implicitly created only for real scalar outputs
-    but got torch.complex64". And shared memory asked for a fused update, which takes no complex
-    numbers.
+    """The first parameter of a model may be complex.
+
+    Earlier, inputs were cast to the type of the first parameter. So were the numbers that are
+    sent with the gradients (weight, loss): "grad can be implicitly created only for real scalar
+    outputs but got torch.complex64". Also, shared memory required a fused update, which does not
+    support complex numbers.
     """
     same(tmp_path, job("complex", Waves, VECTORS), strategy)
 
@@ -83,8 +87,9 @@ def test_complex_parameters_clipped_with_adam(tmp_path: Path) -> None:
 
 
 class ComplexInputs(Dataset):
-    """Complex64 vectors, which a layer in complex128 (verified in float64) does not take as
-    they are.
+    """A dataset of complex64 vectors.
+
+    verify uses float64, so the layer is in complex128 and needs converted vectors.
     """
 
     def __len__(self) -> int:
@@ -108,7 +113,7 @@ class Modulus(nn.Module):
 
 
 class Halved(nn.Module):
-    """A first layer in bfloat16, whatever its input."""
+    """A model whose first layer is in bfloat16, for inputs of any type."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,8 +126,9 @@ class Halved(nn.Module):
 
 
 def own_loop(world: World, model: Any, strategy: str) -> tuple[dict[str, Tensor], torch.dtype]:
-    """Three steps in a loop of the user's; the parameters, and the type that the model's inputs
-    had.
+    """Make three steps in a loop of the user.
+
+    Returns the parameters, and the type of the model's inputs.
     """
     torch.manual_seed(3)
     built = model()
@@ -145,9 +151,10 @@ def own_loop(world: World, model: Any, strategy: str) -> tuple[dict[str, Tensor]
     ],
 )
 def test_input_types_in_a_user_loop(model: Any, dtype: torch.dtype, pool: Launcher) -> None:
-    """A first parameter in bfloat16 turned all inputs into bfloat16, its float32 part's too.
-    Now they take the type that all real parameters share; where they share none, inputs stay
-    what they were.
+    """Inputs get the type that all real parameters have in common.
+
+    If they have no common type, inputs keep their own. Earlier, a first parameter in bfloat16
+    turned all inputs into bfloat16, also for the part of the model in float32.
     """
     for strategy in ("data(2, reduce=ring)", "data(2, reduce=native)", "data(2, reduce=tree)"):
         (ours, seen), (theirs, _) = pool.run(own_loop, model, strategy, size=2)
@@ -155,7 +162,7 @@ def test_input_types_in_a_user_loop(model: Any, dtype: torch.dtype, pool: Launch
         assert seen == dtype
         for name, value in ours.items():
             assert torch.equal(value, theirs[name])
-            # 3 steps of sums rounded to 8 bits
+            # three steps whose sums are rounded to 8 bits
             coarse = torch.bfloat16 in {each.dtype for each in ours.values()}
             near = 0.02 if value.dtype == torch.bfloat16 else 1e-3 if coarse else 1e-5
             assert float((value - alone[name]).abs().max()) <= near * float(alone[name].abs().max())
@@ -177,8 +184,10 @@ class OfSparse(nn.Module):
 
 
 def test_sparse_inputs(tmp_path: Path) -> None:
-    """What backward keeps was measured by its storage: "Cannot access data pointer of Tensor
-    that doesn't have storage".
+    """A model may get sparse inputs.
+
+    Earlier, the tensors that a forward keeps for its backward were measured by their storage:
+    "Cannot access data pointer of Tensor that doesn't have storage".
     """
     checked = job("sparse inputs", OfSparse, VECTORS, collate=sparse)
     same(tmp_path, checked, *WHOLE)
@@ -191,7 +200,7 @@ def test_sparse_inputs(tmp_path: Path) -> None:
 
 # ---- gradients inside the forward ------------------------------------------------------------
 class Forces(nn.Module):
-    """The forces of a potential: its output is a gradient."""
+    """A model of a potential; its output is a gradient, the forces."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,8 +222,10 @@ def near(output: Tensor, target: Tensor) -> tuple[float, int]:
 
 @pytest.mark.parametrize("metric", [None, near])
 def test_autograd_inside_of_the_forward(metric: Any, tmp_path: Path) -> None:
-    """Door and evaluation ran under no_grad: "element 0 of tensors does not require grad and
-    does not have a grad_fn".
+    """A forward may call autograd.
+
+    Earlier, validation and evaluation ran under no_grad: "element 0 of tensors does not require
+    grad and does not have a grad_fn".
     """
     checked = job("forces", Forces, VECTORS, loss=force_error, test=VECTORS, metric=metric)
     same(tmp_path, checked, *CUT)
@@ -229,7 +240,7 @@ def test_autograd_inside_of_the_forward(metric: Any, tmp_path: Path) -> None:
 
 
 class FunctionalForces(nn.Module):
-    """The same by torch.func, sample by sample."""
+    """A model that computes the forces with torch.func, for each sample alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -243,14 +254,16 @@ class FunctionalForces(nn.Module):
 
 
 def test_gradients_by_torch_func(tmp_path: Path) -> None:
-    """What backward keeps was watched by hooks, which torch.func does not take: "don't yet
-    support saved tensor hooks".
+    """A forward may use torch.func.
+
+    Earlier, hooks watched the tensors that a forward keeps for its backward. torch.func does not
+    allow such hooks: "don't yet support saved tensor hooks".
     """
     same(tmp_path, job("functional forces", FunctionalForces, VECTORS), *CUT)
 
 
 class Points(Dataset):
-    """{x}: places on a line."""
+    """A dataset whose samples are dicts {x}; x is a place on a line."""
 
     def __len__(self) -> int:
         return 29
@@ -269,22 +282,25 @@ class Solution(nn.Module):
 
 
 def residual(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """u' = -u: the loss differentiates the output by an entry of its batch."""
+    """Return the residual of u' = -u; it differentiates the output by an entry of the batch."""
     (slope,) = torch.autograd.grad(output.sum(), batch["x"], create_graph=True)
     return (slope + output).pow(2).mean()
 
 
 def test_loss_that_differentiates_by_its_batch(tmp_path: Path) -> None:
-    """The door gave model and loss copies of their own of one entry, and micro-batches cut it
-    twice: "One of the differentiated Tensors appears to not have been used in the graph".
+    """Model and loss get the same tensor of the batch.
+
+    Earlier, validation gave each of them its own copy, and micro-batches sliced the tensor twice:
+    "One of the differentiated Tensors appears to not have been used in the graph".
     """
     same(tmp_path, job("residual", Solution, Points(), loss=residual, test=Points()), *CUT)
 
 
 # ---- outputs ---------------------------------------------------------------------------------
 class Heads(nn.Module):
-    """In training both heads, as a dict; in evaluation the output alone. With batch norm and
-    dropout.
+    """A model with batch norm and dropout, and two heads.
+
+    In training it returns both heads as a dict, in evaluation the output only.
     """
 
     def __init__(self) -> None:
@@ -311,14 +327,16 @@ def of_both(outputs: dict[str, Tensor], target: Tensor) -> tuple[Tensor, int]:
 
 
 def test_different_outputs_in_training(tmp_path: Path) -> None:
-    """The door asked the loss on what the model returns in eval mode: "too many indices for
+    """A model may return other outputs in training than in evaluation.
+
+    Earlier, validation called the loss with the output of eval mode: "too many indices for
     tensor of dimension 2".
     """
     checked = job("heads", Heads, VECTORS, loss=of_both, test=VECTORS, metric=pg.accuracy)
     same(tmp_path, checked, "data(2)", "data(2, reduce=ring)", "data(2, state=shared_memory)")
     with pytest.raises(pg.Refused, match=r"loss of a batch of test .give a metric.* raised"):
         pg.train(checked.replace(metric=None), runs=tmp_path)
-    # it is asked, not passed over
+    # validation does check this loss
     with pytest.raises(pg.Refused, match="bare sum over the batch"):
         pg.train(
             checked.replace(loss=lambda outputs, target: of_both(outputs, target)[0]),
@@ -328,7 +346,7 @@ def test_different_outputs_in_training(tmp_path: Path) -> None:
 
 
 class Centred(nn.Module):
-    """Subtracts the mean over the batch, in eval mode alone."""
+    """A model that subtracts the mean over the batch, in eval mode only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -339,7 +357,10 @@ class Centred(nn.Module):
 
 
 def test_loss_of_the_test_set_must_be_additive(tmp_path: Path) -> None:
-    """Without a metric the test is the loss in eval mode, summed over ranks."""
+    """Without a metric, the test is the loss in eval mode, summed over ranks.
+
+    So this loss must not mix samples.
+    """
     centred = job("centred", Centred, VECTORS, test=VECTORS)
     with pytest.raises(
         pg.Refused,
@@ -373,14 +394,16 @@ class OfSides(nn.Module):
 
 
 def test_named_tuple_is_one_argument(tmp_path: Path) -> None:
-    """Its fields were spread over the model's arguments: "takes 2 positional arguments but 3
-    were given".
+    """A named tuple is one argument of the model.
+
+    Earlier, its fields became separate arguments: "takes 2 positional arguments but 3 were
+    given".
     """
     same(tmp_path, job("sides", OfSides, Sided()), *CUT)
 
 
 class Lines(Dataset):
-    """Lines of 2 to 5 vectors, each with a class; or all of one length."""
+    """A dataset of lines of 2 to 5 vectors, or all of the given length; each has a class."""
 
     def __init__(self, length: int | None = None) -> None:
         self.length = length
@@ -400,7 +423,7 @@ def packed(samples: list[Any]) -> object:
 
 
 class LastState(nn.Module):
-    """A recurrent network with time first, or of a PackedSequence."""
+    """A recurrent network whose input has time as its first dimension, or is a PackedSequence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -412,8 +435,9 @@ class LastState(nn.Module):
 
 
 def test_packed_sequences(tmp_path: Path) -> None:
-    """A PackedSequence is a named tuple too: "takes 2 positional arguments but 5 were
-    given".
+    """A PackedSequence is a named tuple too, but it is one argument of the model.
+
+    Earlier: "takes 2 positional arguments but 5 were given".
     """
     checked = job("packed", LastState, Lines(), collate=packed, test=Lines(), metric=pg.accuracy)
     same(tmp_path, checked, *WHOLE)
@@ -433,7 +457,7 @@ def nested(samples: list[Any]) -> object:
 
 
 class OfNested(nn.Module):
-    """The mean over every line."""
+    """A model that averages the outputs over each line."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -444,8 +468,10 @@ class OfNested(nn.Module):
 
 
 def test_nested_tensors(tmp_path: Path) -> None:
-    """verify ended with "view(): cannot view shape", micro-batches with "slice(): not supported
-    for NestedTensor".
+    """A model may get nested tensors; with micro-batches they are refused.
+
+    Earlier, verify ended with "view(): cannot view shape", and micro-batches with "slice(): not
+    supported for NestedTensor".
     """
     checked = job("nested", OfNested, Lines(), collate=nested)
     same(tmp_path, checked, *WHOLE)
@@ -467,9 +493,11 @@ def time_first(samples: list[Any]) -> object:
     "length", [*(pytest.param(each, marks=pytest.mark.table) for each in (12, 6)), 3, 2]
 )
 def test_time_first_input(length: int, tmp_path: Path) -> None:
-    """Time first trains whole. In micro-batches it is refused at the door (a rank said it at
-    step 0), also where a length is a number of samples by chance: then the cut went through
-    time, without a word.
+    """Inputs whose first dimension is time train in whole batches.
+
+    With micro-batches they are refused before any rank starts; earlier, a rank failed at step 0.
+    If the length of a line equalled the number of samples by chance, micro-batches even divided
+    the time, without any message. This is refused too.
     """
     checked = job("time first", LastState, Lines(length), collate=time_first, test=Lines(length))
     same(tmp_path, checked, *WHOLE)
@@ -487,7 +515,7 @@ class Stream(IterableDataset):
 
 
 def test_iterable_dataset_is_refused_with_a_repair(tmp_path: Path) -> None:
-    """An IterableDataset was called like a function: "'Stream' object is not callable"."""
+    """Earlier, paragrad called an IterableDataset: "'Stream' object is not callable"."""
     plain = job("stream", lambda: nn.Linear(10, 4), VECTORS)
     for changed in (
         {"train": Stream()},
@@ -507,7 +535,7 @@ def test_iterable_dataset_is_refused_with_a_repair(tmp_path: Path) -> None:
             next(trainer.batches(Stream(), batch=12, epoch=0))
         with pytest.raises(pg.Refused, match="the dataset gives samples one after"):
             trainer.evaluate(Stream())
-    same(tmp_path, plain.replace(train=list(Stream())), "data(2)")  # the way out
+    same(tmp_path, plain.replace(train=list(Stream())), "data(2)")  # the repair in the message
 
 
 # ---- lazy modules ----------------------------------------------------------------------------
@@ -516,13 +544,15 @@ def lazy() -> nn.Module:
 
 
 def test_lazy_modules(tmp_path: Path) -> None:
-    """Optimizer and exchange were built over parameters without shapes: "Attempted to use an
-    uninitialized parameter".
+    """A model may have lazy modules.
+
+    Earlier, optimizer and exchange were built with parameters that had no shape yet: "Attempted
+    to use an uninitialized parameter".
     """
     checked = job("lazy", lazy, VECTORS, seed=8)
     same(tmp_path, checked, *WHOLE)
     run = pg.train(checked.replace(epochs=0), "data(2)", runs=tmp_path)
-    # the seed that every rank builds its model under
+    # every rank builds its model with this seed
     torch.manual_seed(8)
     expected = lazy().eval()
     expected(VECTORS.tensors[0][:2])
@@ -544,9 +574,9 @@ def test_lazy_modules_in_a_user_loop() -> None:
         pass
 
 
-# ---- losses that know the model --------------------------------------------------------------
+# ---- losses that use the model ---------------------------------------------------------------
 class Penalised(nn.Module):
-    """Returns its output and the sum of squares of its parameters."""
+    """A model that returns its output and the sum of squares of its parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -579,8 +609,9 @@ def of_held(output: Tensor, target: Tensor) -> Tensor:
 
 
 def test_loss_that_refers_to_the_model_trains_unverified(tmp_path: Path) -> None:
-    """verify builds two models in one process, of which such a loss reads the last: it said
-    "NO" of the same training.
+    """verify builds two models in one process, and this loss always reads the last one.
+
+    Earlier, verify therefore answered "NO" for an equal training. Now it refuses such a loss.
     """
     checked = job("held", holding, VECTORS, loss=of_held)
     other = job("held", Penalised, VECTORS, loss=penalised)
@@ -596,8 +627,9 @@ def test_loss_that_refers_to_the_model_trains_unverified(tmp_path: Path) -> None
 
 
 def test_model_that_is_built_once(tmp_path: Path) -> None:
-    """model=lambda: net gave trainer and reference one module, which both updated: verify said
-    "NO".
+    """model=lambda: net gives the trainer and the reference the same module.
+
+    Earlier, both updated it, and verify answered "NO". Now verify refuses such a model.
     """
     net = nn.Linear(10, 4)
     checked = job("once", lambda: net, VECTORS)
@@ -622,8 +654,10 @@ class HoldsANet(nn.Module):
 
 
 def test_loss_with_parameters(tmp_path: Path) -> None:
-    """A loss that is a module is copied, with what it holds: the penalty was that of a copy
-    which nobody trained.
+    """A loss that is a module is copied with its parameters.
+
+    Earlier, the penalty was that of a copy that was never trained. Now such a loss is refused,
+    unless its parameters are frozen.
     """
     net = nn.Linear(10, 4)
     with pytest.raises(

@@ -1,5 +1,7 @@
-"""The door, by chance: jobs, options, strategies, checkpoints and files that are wrong in one
-or two places are taken, or refused with one message; nothing else, and in bounded time.
+"""Fuzz tests of validation: jobs, options, strategies, checkpoints and files with random errors.
+
+Each is wrong in one or two places. It is accepted, or refused with one message, within a time
+limit; nothing else may happen.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ HERE = Path(__file__).parents[1] / "helpers" / "job_files"
 
 @contextlib.contextmanager
 def in_time() -> Iterator[None]:
-    """A case that takes longer fails where it stands."""
+    """Raise TimeoutError in a case that takes longer than BOUND seconds."""
 
     def late(*_: object) -> None:
         raise TimeoutError(f"not done within {BOUND} s")
@@ -69,7 +71,7 @@ def in_time() -> Iterator[None]:
             warnings.simplefilter("ignore")
             yield
     finally:
-        if left[0]:  # the timer of who runs this test goes on
+        if left[0]:  # restart the timer that was set before, for the whole test
             signal.setitimer(
                 signal.ITIMER_REAL, max(0.01, left[0] - (time.monotonic() - begun)), left[1]
             )
@@ -148,7 +150,7 @@ ODD = [
 
 @some.composite
 def mutated(draw: Any, text: str) -> str:
-    """A text with something cut out, put in, or doubled, in one or two places."""
+    """Draw a text in which parts are removed, inserted or doubled, in one or two places."""
     for _ in range(draw(some.integers(1, 2))):
         first = draw(some.integers(0, len(text)))
         last = draw(some.integers(first, min(len(text), first + 6)))
@@ -181,7 +183,7 @@ COMMANDS = [
 
 @some.composite
 def commands(draw: Any) -> list[str]:
-    """A command with a strategy, wrong in one or two places."""
+    """Draw a command with a strategy that is wrong in one or two places."""
     text = draw(some.sampled_from(TEXTS))
     words = [word.replace("{}", text) for word in draw(some.sampled_from(COMMANDS)).split()]
     for _ in range(draw(some.integers(1, 2))):
@@ -199,10 +201,10 @@ def commands(draw: Any) -> list[str]:
 
 
 def answered(words: list[str], code: int, output: str) -> None:
-    """Done, or refused or failed with one message."""
+    """Assert that a command succeeded, or was refused or failed with a message."""
     assert code in (0, 1, 2), (words, code, output)
     assert "Traceback" not in output, (words, output)
-    if code and "─ Error ─" not in output:  # of the options themselves
+    if code and "─ Error ─" not in output:  # that box is typer's, about the options themselves
         assert sum(line.startswith("paragrad: ") for line in output.splitlines()) >= 1, (
             words,
             output,
@@ -217,7 +219,7 @@ def test_random_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     @given(commands())
     def one(words: list[str]) -> None:
         words = [word.replace("{folder}", str(tmp_path)) for word in words]
-        if words[0] == "train" and "--dry-run" not in words:  # it would train
+        if words[0] == "train" and "--dry-run" not in words:  # otherwise it would train
             words.append("--dry-run")
         with in_time():
             result = CliRunner().invoke(app, words)
@@ -234,7 +236,7 @@ def test_random_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.table) for seed in range(1, 10))]
 )
 def test_random_commands_as_typed(seed: int, tmp_path: Path) -> None:
-    """100 of them, 10 to a seed, each a process of its own."""
+    """Run 100 commands, 10 for each seed, each in its own process."""
     draw = random.Random(seed)
     for _ in range(10):
         words = [
@@ -260,7 +262,7 @@ def test_random_commands_as_typed(seed: int, tmp_path: Path) -> None:
 
 # ---- jobs ------------------------------------------------------------------------------------
 class Raises:
-    """Whatever it is asked."""
+    """An object that raises an error when it is called or indexed."""
 
     def __call__(self, *_: Any) -> Any:
         raise ValueError("no such luck")
@@ -377,7 +379,10 @@ def test_random_settings() -> None:
 
 @pytest.mark.parametrize("name", ["data", "resume", "machine", "trace", "allow"])
 def test_names_that_no_file_system_takes_are_refused(name: str) -> None:
-    """The fuzz above found it in a long text: an OSError, from wherever the path was read."""
+    """Earlier, a name that was too long caused an OSError, wherever the path was read.
+
+    The fuzz test above found this with a long text.
+    """
     settings = Settings(**{name: "x" * 256})
     with pytest.raises(pg.Refused, match=f"{name} has a name of more than 255 bytes"):
         validate_run(JOBS["mlp"], "data(2)", settings)
@@ -385,7 +390,7 @@ def test_names_that_no_file_system_takes_are_refused(name: str) -> None:
 
 # ---- checkpoints and machine files -----------------------------------------------------------
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where something stands in what JSON holds."""
+    """Yield the path to every value in a JSON document."""
     for key, each in (
         value.items()
         if isinstance(value, dict)
@@ -457,7 +462,7 @@ def test_random_checkpoint_edits(tmp_path: Path) -> None:
             shutil.copytree(folder, copy)
             edited = json.loads((copy / "state.json").read_text())
             for path, other in changes:
-                # the first change took the place of the second
+                # the first change may have removed the place of the second
                 with contextlib.suppress(LookupError, TypeError):
                     changed(edited, path, OTHERS[other])
             (copy / "state.json").write_text(json.dumps(edited))
@@ -506,7 +511,7 @@ def test_random_machine_files(tmp_path: Path) -> None:
         for place, other in changes:
             with contextlib.suppress(LookupError, TypeError):
                 value = OTHERS[other]
-                # a copy, as a later change may be made inside of it
+                # a copy, because a later change may modify it
                 changed(
                     edited, place, copy.copy(value) if isinstance(value, list | dict) else value
                 )

@@ -36,8 +36,9 @@ CLEAR: dict[str, Callable[[Optimizer], Any]] = {
 
 @pytest.mark.parametrize("name", UNCLEAR)
 def test_scheduler_that_may_count_epochs_is_refused(name: str) -> None:
-    """CosineAnnealingLR(optimizer, epochs) was stepped for every batch: the rate was 0 after one
-    epoch, rose again, and nothing was said.
+    """Earlier, CosineAnnealingLR(optimizer, epochs) was stepped for every batch.
+
+    The learning rate was 0 after one epoch, and then rose again, without any message.
     """
     job = JOBS["mlp"].replace(scheduler=UNCLEAR[name])
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""All rows of the zoo, and what its test files share."""
+"""All rows of the zoo, and values that its test files share."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ ROWS: tuple[Row, ...] = (
     *training_jobs.ROWS,
     *refused_jobs.ROWS,
 )
-# optimizers, under strategies of their own
+# rows of optimizers have their own strategies
 ALL_ROWS: tuple[Row, ...] = (*ROWS, *optimizer_jobs.ROWS)
-# what these libraries have to say of themselves is no matter of ours
+# warnings of these libraries are not tested
 LIBRARY_WARNINGS = [
     pytest.mark.filterwarnings(f"ignore:::{library}.*")
     for library in (
@@ -39,7 +39,8 @@ LIBRARY_WARNINGS = [
         "torch",
     )
 ]
-# the first is proved whole; of the second the loss, where what it divides by cannot be read off
+# the first step is checked completely; of the second, the loss is checked if its divisor is not
+# known
 STEPS = 2
 
 

@@ -1,6 +1,6 @@
-"""What the zoo's tests share: the lines of docs/same_training/models.md.
+"""Collect the lines of docs/same_training/models.md from the tests of the zoo.
 
-They come from as many processes as the tests run in.
+The tests run in several processes, and all of them give lines.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ PAGE = models_page.Page((*STRATEGIES, SERVERS, SPATIAL))
 
 @pytest.fixture
 def note(record_property: Callable[[str, object], None]) -> Callable[[models_page.Line], None]:
-    """Notes a result: it goes with the test's report to the process that writes the page."""
+    """Return a function that adds a result to the test's report.
+
+    The report goes to the process that writes the page.
+    """
     return lambda line: record_property("line", asdict(line))
 
 
@@ -29,6 +32,6 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Written where `make zoo` asks for it, by the one process that sees all reports."""
+    """Write the page, if `make zoo` runs, in the one process that receives all reports."""
     if not hasattr(session.config, "workerinput"):
         PAGE.write()

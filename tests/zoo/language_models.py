@@ -1,5 +1,6 @@
-"""Language models in plain torch, as people write them: a GPT after nanoGPT, an LSTM, an
-encoder with a mask in its batch.
+"""Language models in plain torch, as users write them.
+
+They are a GPT after nanoGPT, an LSTM, and an encoder with a mask in its batch.
 """
 
 from __future__ import annotations
@@ -57,8 +58,9 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """The GPT of nanoGPT's model.py: tied weights, targets=None, positions made in forward, the
-    loss in the output.
+    """The GPT of nanoGPT's model.py.
+
+    It has tied weights and targets=None. Its forward makes the positions and returns the loss.
     """
 
     def __init__(self) -> None:
@@ -93,7 +95,7 @@ class Gpt(nn.Module):
 
 
 class Lines(Dataset):
-    """Sequences and the same moved on by one, some targets -1, which do not count."""
+    """Sequences whose targets are the next tokens; some targets are -1, which is ignored."""
 
     def __len__(self) -> int:
         return 29
@@ -109,8 +111,9 @@ def in_second(output: tuple[Tensor, Tensor], batch: dict[str, Tensor]) -> Tensor
 
 
 class LstmLanguageModel(nn.Module):
-    """As torch's word_language_model example: two layers with dropout, the decoder tied to the
-    encoder.
+    """A model as in torch's word_language_model example.
+
+    It has two layers with dropout, and its decoder is tied to its encoder.
     """
 
     def __init__(self) -> None:
@@ -131,7 +134,7 @@ def of_words(output: Tensor, target: Tensor) -> Tensor:
 
 
 class MaskedEncoder(nn.Module):
-    """Called with the entries of a batch: tokens, and which of them are none."""
+    """An encoder that takes the entries of a batch by name: tokens, and a mask of padding."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""docs/same_training/models.md from what a run of the zoo saw.
+"""Write docs/same_training/models.md from the results of a run of the zoo.
 
 A line has row, strategy, difference, twin and verdict.
 """
@@ -46,7 +46,7 @@ by one unit in the last place |
 
 @dataclass(frozen=True)
 class Line:
-    """One result. verdict: "same", "refused: MESSAGE", or what was unexpected."""
+    """One result. `verdict` is "same", "refused: MESSAGE", or the unexpected result."""
 
     row: str
     strategy: str
@@ -59,7 +59,7 @@ class Line:
         def told(value: float | None) -> str:
             return "" if value is None else f"{value:.1e}"
 
-        # files by their names alone
+        # files are named without their folders
         named = re.sub(r"(?<!\S)(\(?)/\S+/(?=\S)", r"\1", self.verdict)
         verdict = " ".join(named.replace("|", "/").split())
         verdict = verdict if len(verdict) <= 160 else verdict[:157] + "..."
@@ -71,7 +71,7 @@ class Line:
 
 @dataclass
 class Page:
-    """The results of a run. Written to the path in PARAGRAD_MODELS_PAGE, where that is set."""
+    """The results of a run. They are written to the path in PARAGRAD_MODELS_PAGE, if it is set."""
 
     strategies: tuple[str, ...]
     lines: list[Line] = field(default_factory=list)

@@ -1,7 +1,7 @@
-"""All optimizers of pytorch_optimizer, on the plainest of models, under four strategies.
+"""All optimizers of pytorch_optimizer, on very simple models, under four strategies.
 
-The optimizer decides what of a model one rank must hold to update it. So a row says which of three
-kinds its optimizer is, and its outcomes follow from that.
+The optimizer decides which part of a model a rank must hold to update it. So a row says which of
+three kinds its optimizer is, and its outcomes follow from that.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from zoo_rows import (
 
 LIBRARY = "pytorch_optimizer"
 
-# ---- what becomes of an optimizer that looks at more than elements -----------------------------
+# ---- outcomes of optimizers that need more than elements ---------------------------------------
 NO_PIECES = "does not update element by element"
 OF_TENSORS: Outcomes = {SHARDED: Refused(NO_PIECES), SERVERS: Refused(NO_PIECES)}
 OF_MODELS: Outcomes = {**OF_TENSORS, PLACE: Refused("needs all parameters together")}
@@ -39,12 +39,12 @@ Build = Callable[[Iterable[Tensor]], Optimizer]
 
 
 def build(name: str, parameters: Iterable[Tensor], **settings: Any) -> Optimizer:
-    """An optimizer of the library, with its own settings but for these."""
+    """Build an optimizer of the library, with its default settings except for these."""
     return getattr(foreign(LIBRARY), name)(parameters, **settings)  # type: ignore[no-any-return]
 
 
 def build_in_groups(name: str, parameters: Iterable[Tensor], **settings: Any) -> Optimizer:
-    """One that wants matrices and other parameters in groups of their own."""
+    """Build an optimizer that needs matrices and other parameters in separate groups."""
     listed = list(parameters)
     matrices = [each for each in listed if each.dim() > 1]
     others = [each for each in listed if each.dim() <= 1]
@@ -53,7 +53,7 @@ def build_in_groups(name: str, parameters: Iterable[Tensor], **settings: Any) ->
 
 
 def build_around_sgd(name: str, parameters: Iterable[Tensor], **settings: Any) -> Optimizer:
-    """One that wraps another optimizer."""
+    """Build an optimizer that wraps SGD."""
     return build(name, torch.optim.SGD(parameters, lr=0.05), **settings)  # type: ignore[arg-type]
 
 
@@ -141,8 +141,8 @@ ROWS: tuple[Row, ...] = tuple(
     for name in names
 )
 
-# ---- which have no row, and why ------------------------------------------------------------------
-OF_TORCH = ("Adam", "AdamW", "LBFGS", "NAdam", "RMSprop", "SGD")  # the same classes
+# ---- optimizers without a row, and the reasons ---------------------------------------------------
+OF_TORCH = ("Adam", "AdamW", "LBFGS", "NAdam", "RMSprop", "SGD")  # the library has the same classes
 TAKES_MODEL = "takes the model, and a job's optimizer takes parameters"
 WANTS_CLOSURE = "needs a closure"
 WANTS_GRAPH = "wants gradients of gradients"
@@ -167,7 +167,7 @@ FAILING = {
 
 
 def step_once(name: str) -> None:
-    """Build one of those on one worker, and make a step, in a plain loop."""
+    """Build an optimizer that has no row, and make one step in a plain loop on one worker."""
     model = mlp().double()
     cls = getattr(foreign(LIBRARY), name)
     if name in ("FriendlySAM", "LookSAM", "SAM"):

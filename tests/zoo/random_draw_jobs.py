@@ -1,6 +1,4 @@
-"""Random draws inside models: by dropout of every kind, by noise, in attention, again when
-recomputed.
-"""
+"""Jobs whose models draw random numbers: all kinds of dropout, noise, attention, recomputation."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from zoo_rows import IMAGES, SEQUENCES, SMALL_IMAGES, UNCUT, VECTORS, WITHOUT_MI
 
 
 class Changed(nn.Module):
-    """Two layers with a function of the hidden values between them."""
+    """A model with two layers, between which `change` changes the hidden values."""
 
     def __init__(self, change: Callable[[nn.Module, Tensor], Tensor]) -> None:
         super().__init__()
@@ -31,8 +29,9 @@ class Changed(nn.Module):
 
 
 class Encoder(nn.Module):
-    """nn.TransformerEncoder with its default dropout of 0.1; sequence first as it is by
-    default, or batch first.
+    """nn.TransformerEncoder with its default dropout of 0.1.
+
+    The first dimension is the sequence, as by default, or the batch.
     """
 
     def __init__(self, batch_first: bool) -> None:
@@ -48,15 +47,16 @@ class Encoder(nn.Module):
 
 
 class SequenceFirst(Encoder):
-    """Its inputs come sequence first, too, from the collate."""
+    """An encoder whose inputs are sequence first, too: the collate function makes them so."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.encoder(x).mean(0))
 
 
 class Attention(nn.Module):
-    """nn.MultiheadAttention with dropout, by its fused path (no weights wanted) or the one that
-    returns weights.
+    """nn.MultiheadAttention with dropout.
+
+    It uses the fused path, which returns no weights, or the path that returns weights.
     """
 
     def __init__(self, batch_first: bool, weights: bool) -> None:
@@ -73,9 +73,7 @@ class Attention(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A recurrent network with dropout of its own between its layers; batch first or sequence
-    first.
-    """
+    """A recurrent network with its own dropout between its layers, batch or sequence first."""
 
     def __init__(self, kind: str, batch_first: bool) -> None:
         super().__init__()
@@ -89,9 +87,7 @@ class Recurrent(nn.Module):
 
 
 class Encoding(nn.Module):
-    """A variational auto-encoder: noise of its own for every sample, and the two terms of its
-    loss.
-    """
+    """A variational auto-encoder that draws noise for every sample; its loss has two terms."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,8 +107,9 @@ def evidence(output: tuple[Tensor, ...], target: Tensor) -> Tensor:
 
 
 class Denoising(nn.Module):
-    """A small U-Net that learns to find the noise added to an image; noise and time are drawn
-    in forward.
+    """A small U-Net that learns to find the noise added to an image.
+
+    Its forward draws the noise and the time.
     """
 
     def __init__(self) -> None:

@@ -1,5 +1,6 @@
-"""Jobs that no split trains as one worker does, or that cannot be trained here at all: one
-message, before any harm.
+"""Jobs that no division trains as one worker does, or that cannot be trained here at all.
+
+One message refuses each of them before any harm.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from torch.utils.data import Dataset, IterableDataset
 from zoo_libraries import foreign
 from zoo_rows import SMALL_IMAGES, VECTORS, WHOLE, Refused, Row, Sentences, adam, padded, row
 
-# what the messages are to say: a loss or a model that takes samples together is told as such
+# the messages must say that a loss or a model mixes samples
 MIXES = r"(?i)mix|no mean over samples|other samples|does not add up"
-# where the output follows the buffer, the door sees that first
+# if the output depends on the buffer, validation finds the buffer first
 BUFFER = MIXES + r"|buffer"
 
 
 class Contrasting(nn.Module):
-    """Two views of every sample."""
+    """A model that returns two views of every sample."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +37,7 @@ class Contrasting(nn.Module):
 
 
 def contrastive(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
-    """InfoNCE: every other sample of the batch is a negative."""
+    """Return the InfoNCE loss, for which every other sample of the batch is a negative."""
     left, right = output
     return functional.cross_entropy(left @ right.t() / 0.1, torch.arange(len(left)))
 
@@ -46,7 +47,7 @@ def with_batch_term(output: Tensor, target: Tensor) -> Tensor:
 
 
 def decorrelated(output: Tensor, target: Tensor) -> Tensor:
-    """A covariance over the batch, as VICReg and Barlow Twins have it."""
+    """Return a loss with a covariance over the batch, as in VICReg and Barlow Twins."""
     apart = output - output.mean(0)
     return (
         functional.cross_entropy(output, target)
@@ -59,8 +60,9 @@ def root_mean_square(output: Tensor, target: Tensor) -> Tensor:
 
 
 class Centred(nn.Module):
-    """Takes the mean over the batch away; with a buffer of -inf, which switched the comparison
-    off.
+    """A model that subtracts the mean over the batch.
+
+    It may have a buffer of -inf; earlier, such a buffer switched the comparison off.
     """
 
     def __init__(self, buffer: bool = False) -> None:
@@ -76,8 +78,9 @@ class Centred(nn.Module):
 
 
 class AcrossSamples(nn.Module):
-    """Attention over the batch: nn.MultiheadAttention without batch_first, given the batch
-    first.
+    """A model with attention over the batch.
+
+    Its nn.MultiheadAttention lacks batch_first=True, but the input has the batch first.
     """
 
     def __init__(self) -> None:
@@ -92,7 +95,7 @@ class AcrossSamples(nn.Module):
 
 
 class Mixing(nn.Module):
-    """Mixup inside forward: randperm over the share."""
+    """A model with mixup in its forward, by randperm over the share."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,8 +106,9 @@ class Mixing(nn.Module):
 
 
 class CountsSamples(nn.Module):
-    """Counts its samples in a buffer, of which every rank sees a share; beside batch norm all
-    buffers were excused.
+    """A model that counts its samples in a buffer, although a rank sees only its share.
+
+    Earlier, if a model had batch norm, wrong values of all its buffers were ignored.
     """
 
     def __init__(self) -> None:
@@ -121,9 +125,7 @@ class CountsSamples(nn.Module):
 
 
 class Codebook(nn.Module):
-    """The running mean of what it sees, kept in a buffer by its own arithmetic, as codebooks of
-    VQ-VAEs are.
-    """
+    """A model that computes a running mean in a buffer itself, as codebooks of VQ-VAEs do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +192,7 @@ def clip() -> nn.Module:
 
 
 def balanced_mixtral() -> nn.Module:
-    """With its term for balanced experts, a product of means over the batch."""
+    """Return Mixtral with its loss for balanced experts, a product of means over the batch."""
     library = foreign("transformers")
     return library.MixtralForCausalLM(
         library.MixtralConfig(

@@ -1,5 +1,6 @@
-"""What rows of the zoo are to be under tensor(2), where that is not what they are under
-strategies that divide the batch.
+"""Expected outcomes of rows of the zoo under tensor(2) and spatial(2).
+
+For tensor(2), a row is listed only if strategies that divide the batch have another outcome.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ WHOLE_TENSORS = Refused(
 SMALL_BATCHES = Equal("batch norm over few values")
 
 IN_WIDTH: Outcomes = {
-    # what mixes samples, or sees how many there are, is on every rank what it is on one
+    # every rank has all samples, so code that mixes or counts samples computes as on one worker
     **dict.fromkeys(
         (
             "timm resnet, DropBlock",
@@ -61,7 +62,7 @@ IN_WIDTH: Outcomes = {
     ),
 }
 
-# rows on images, under spatial(2): all that there are, and what they are to be
+# all rows on images, with their expected outcomes under spatial(2)
 FEW = Equal("statistics of few values, merged over ranks")
 OF_IMAGES: Outcomes = {
     **dict.fromkeys(

@@ -1,5 +1,6 @@
-"""Every row of the zoo under ten strategies, of those on images under an eleventh, and of
-optimizers under four: the same training, or one message before any harm.
+"""Every row of the zoo is the same training as serial, or gets one message before any harm.
+
+Each row runs under ten strategies, rows on images under an eleventh, rows of optimizers under four.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ CELLS = [(row, strategy) for row in ALL_ROWS for strategy in row.under] + [
 
 
 def covering() -> list[tuple[Row, str]]:
-    """Every row under one strategy, in turn; every strategy meets rows of every file. Of those
-    on images some in pieces.
+    """Return every row with one strategy, in turn, and some rows on images with `spatial`.
+
+    Every strategy gets rows of every file.
     """
     return [
         *((row, row.under[place % len(row.under)]) for place, row in enumerate(ALL_ROWS)),
@@ -53,9 +55,7 @@ def covering() -> list[tuple[Row, str]]:
 
 
 def part() -> list[tuple[Row, str]]:
-    """Of that every seventh row of each strategy, however many strategies there are: what CI
-    has time for.
-    """
+    """Return every seventh row of each strategy in `covering`, for which CI has time."""
     return [
         cell
         for each in (*STRATEGIES, SERVERS, SPATIAL)
@@ -64,9 +64,7 @@ def part() -> list[tuple[Row, str]]:
 
 
 def cells() -> list[object]:
-    """The whole product; what is not in that part of the covering sample belongs to the
-    table.
-    """
+    """Return all pairs of row and strategy; those outside of `part` belong to the table."""
     sample = part()
     return [
         pytest.param(
@@ -116,7 +114,7 @@ def test_row_is_as_expected(
 
 
 def equal(row: Row, strategy: str, expected: Equal, folder: Path) -> Line:
-    """What verify says of it."""
+    """Run `verify` for a row, and return the line of the page."""
     try:
         certificate = pg.verify(row.job(), strategy, runs=folder)
     except (pg.Refused, pg.RankFailed) as error:
@@ -139,7 +137,10 @@ def equal(row: Row, strategy: str, expected: Equal, folder: Path) -> Line:
 
 
 def refused(row: Row, strategy: str, expected: Refused, folder: Path) -> Line:
-    """What train says of it: one message, and no step in its record."""
+    """Run `train` for a row, and return the line of the page.
+
+    It must end with one message, and without a step in its record.
+    """
     try:
         run = pg.train(row.job(), strategy, runs=folder)
     except (pg.Refused, pg.RankFailed) as error:

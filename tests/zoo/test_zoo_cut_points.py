@@ -1,5 +1,6 @@
-"""Models of other hands, cut in two at every place there is: where a cut falls is measured, and
-differs from run to run.
+"""Models of other libraries train as on one worker when cut in two at any possible place.
+
+The place of a cut depends on measured times, so it differs from run to run.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Jobs of other hands as clients of a federated training: it does not matter how many workers
-there are.
-"""
+"""Jobs of other libraries in a federated training: the result is the same with any worker count."""
 
 from __future__ import annotations
 
@@ -17,8 +15,9 @@ from paragrad.record.record import Record
 
 pytestmark = [pytest.mark.zoo, *LIBRARY_WARNINGS]
 
-# what may be a client's own and was another's, or a worker's: draws of every kind, statistics,
-# counters, modes of an optimizer, what a collate draws, types and values that are no numbers
+# rows with state that should be a client's own; earlier, it was that of another client or of a
+# worker: draws of every kind, also in a collate, statistics, counters, modes of an optimizer,
+# dtypes, and values that are no numbers
 NAMES = (
     "mobilenet",
     "bert, masking collator",

@@ -1,8 +1,7 @@
-"""Right jobs of other hands, by every seed and in every type: their first step is proved, and
-none is ended.
+"""Correct jobs of other libraries pass the first-step check, with every seed and dtype.
 
-With our own (`tests/trainer/checks/test_first_step.py`) they are more than 40 jobs; `make
-zoo` runs all, CI a covering sample.
+Together with paragrad's own jobs (`tests/trainer/checks/test_first_step.py`), they are more than
+40. `make zoo` runs all of them, CI a covering sample.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ import paragrad as pg
 
 pytestmark = [pytest.mark.zoo, *LIBRARY_WARNINGS]
 
-# on one host `data(2)` is shared memory; here are it and an all-reduce, uneven shares,
-# micro-batches, and uneven micro-batches
+# on one host, `data(2)` uses shared memory; the others have an all-reduce, uneven shares,
+# micro-batches, or uneven micro-batches
 UNDER = (*STRATEGIES, LAYOUTS["uneven shares and micro-batches"](3))
 
-# from every file, and of everything that a first step can have: draws, batch norm, padding,
-# labels that do not count, weights, parts that are computed again, several means, numbers of
-# another type than the job's; not what only updates in its own way
+# rows of every file, with everything that can matter in a first step: draws, batch norm, padding,
+# ignored labels, weights, recomputed parts, several means, numbers of another dtype than the
+# job's; rows that only have an unusual update are left out
 NAMES = (
     "gpt2",
     "bert, masking collator",
@@ -66,7 +65,7 @@ NAMES = (
     "mixup",
     "ctc",
 )
-# a type in which the model does not run, under whatever strategy: what torch says
+# dtypes in which a model runs under no strategy, with torch's message
 CANNOT: dict[tuple[str, torch.dtype], str] = {
     (
         "mixtral, grouped products",
@@ -84,12 +83,13 @@ CANNOT: dict[tuple[str, torch.dtype], str] = {
 
 RIGHT = [row for row in ROWS if row.name in NAMES]
 CELLS = [(row, dtype) for row in RIGHT for dtype in DTYPES if (row.name, dtype) not in CANNOT]
-SAMPLE = CELLS[::7]  # of every file, and in turn every type
+SAMPLE = CELLS[::7]  # rows of every file, with each dtype in turn
 
 
 def under(row: Row, seed: int) -> str:
-    """In turn, for every row another first; a row that is equal under fewer strategies in the
-    zoo has a reason.
+    """Return a strategy for a row and a seed; strategies take turns, and each row begins elsewhere.
+
+    A row that equals serial under fewer strategies (the zoo gives the reason) uses only these.
     """
     known = UNDER if row.equal == STRATEGIES else row.equal
     return known[(RIGHT.index(row) + seed) % len(known)]
@@ -110,7 +110,7 @@ def test_first_step_check_passes(row: Row, dtype: torch.dtype, tmp_path: Path) -
 @pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(("row", "dtype"), named(SAMPLE))
 def test_first_step_check_passes_brief(row: Row, dtype: torch.dtype, tmp_path: Path) -> None:
-    """One seed, another for every row."""
+    """Each row is checked with one seed; the seeds take turns."""
     seed = (RIGHT.index(row) + 1) % len(SEEDS)
     assert_proved(job(row), under(row, seed), seed, dtype, tmp_path, limit=STEPS)
 
@@ -118,8 +118,9 @@ def test_first_step_check_passes_brief(row: Row, dtype: torch.dtype, tmp_path: P
 @pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(("name", "dtype"), CANNOT)
 def test_unsupported_dtype_has_a_reason(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """No strategy runs it, nor does one worker: nothing is left out of the table for another
-    reason.
+    """A dtype that the table leaves out fails on one worker, too, not only under a strategy.
+
+    So the table leaves out nothing for another reason.
     """
     (row,) = (row for row in RIGHT if row.name == name)
     for strategy in ("serial", under(row, 0)):
@@ -136,7 +137,7 @@ def test_enough_jobs_under_every_strategy() -> None:
 
 
 def trained() -> list[object]:
-    """Every row under one strategy in turn, and (the table) under all that cut the model."""
+    """Return every row with one strategy in turn; in the table, with all that divide the model."""
     cells = []
     for place, row in enumerate(ROWS):
         turn = row.equal[place % len(row.equal)] if row.equal else None
@@ -157,8 +158,9 @@ def trained() -> list[object]:
 @pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(("row", "strategy"), trained())
 def test_every_equal_row_is_trained(row: Row, strategy: str, tmp_path: Path) -> None:
-    """`verify` goes by without the proof of the first step, which looks at the model, puts it
-    back, and judges by rounding.
+    """Rows that `verify` finds equal also pass the first-step check, which `verify` does not run.
+
+    The check inspects the model, restores it, and judges by rounding.
     """
     made = job(row)
     assert_proved(made, strategy, made.seed, made.dtype, tmp_path, limit=STEPS)

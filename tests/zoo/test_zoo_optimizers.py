@@ -1,4 +1,4 @@
-"""That the rows of optimizers are all there are, and that those without one train nowhere."""
+"""Every optimizer of the library has a row, or a reason why it fails on one worker, too."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def library() -> None:
 
 
 def test_every_optimizer_has_a_row_or_a_reason() -> None:
-    """A class that the library gains with a new version is nobody's until it is listed here."""
+    """If a new version of the library adds a class, this test fails until the class is listed."""
     found = {
         name
         for name, value in vars(foreign(LIBRARY)).items()

@@ -1,4 +1,4 @@
-"""Every row of the zoo: serial trains as a plain PyTorch loop does, bit for bit."""
+"""For every row of the zoo, serial trains as a plain PyTorch loop does, bit for bit."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_serial_is_the_plain_loop(row: Row, dtype: torch.dtype) -> None:
     loop = None
     try:
         for number, fetched in enumerate(trainer.iterate_batches_at(dataset, order, places)):
-            # what draws outside of torch's keyed functions draws the same in both
+            # both loops must make the same draws outside of torch's keyed functions
             with keep_generators():
                 seed_everything(number)
                 result = trainer.step(*separate_target(fetched))

@@ -1,4 +1,4 @@
-"""The loops of user_loops.py under torchrun: the parameters of the same script on one worker."""
+"""The loops of user_loops.py give the same parameters under torchrun as on one worker."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ pytestmark = pytest.mark.zoo
 
 SCRIPT = Path(__file__).parent / "user_loops.py"
 TORCHRUN = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
-# its norms compute in float32, also in float64, and gradients round differently in parts
+# its norms compute in float32 also if the model is float64, and gradients of shares round
+# differently
 IN_FLOAT32 = ("t5, few labels",)
 FLOAT32_BOUND = 1e-6
 SAMPLE = ("samples dropped in the loop", "gan")

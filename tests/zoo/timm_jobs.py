@@ -1,5 +1,6 @@
-"""Models of timm: DropPath, batch norm that is its activation too, and blocks of other kinds;
-images of 32 x 32.
+"""Jobs with models of timm, on images of 32 x 32.
+
+They have DropPath, batch norm with its activation, and other kinds of blocks.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ CHAOTIC = (
 
 
 def built(place: str, *words: Any, **settings: Any) -> Callable[[], nn.Module]:
-    """timm.models.<place>(...), such as "vision_transformer.VisionTransformer"."""
+    """Return a function that builds timm.models.<place>(...).
+
+    An example of `place` is "vision_transformer.VisionTransformer".
+    """
 
     def build() -> nn.Module:
         module, name = place.rsplit(".", 1)
@@ -36,7 +40,10 @@ def built(place: str, *words: Any, **settings: Any) -> Callable[[], nn.Module]:
 
 
 def created(name: str, **settings: Any) -> Callable[[], nn.Module]:
-    """timm.create_model(name): the test_* models are timm's own small ones."""
+    """Return a function that calls timm.create_model(name).
+
+    The test_* models are timm's own small ones.
+    """
     return lambda: foreign("timm").create_model(name, num_classes=4, **settings)
 
 
@@ -56,8 +63,9 @@ def resnet(**settings: Any) -> Callable[[], nn.Module]:
 
 
 def resnet_with_norm_act(**settings: Any) -> Callable[[], nn.Module]:
-    """A stem and a block whose batch norms hold their activations, as EfficientNet's and
-    RegNet's do.
+    """Return a function that builds a stem and a block.
+
+    Their batch norms contain the activations, as those of EfficientNet and RegNet do.
     """
 
     def build() -> nn.Module:
@@ -149,7 +157,7 @@ ROWS = (
         "its mask is divided by what is left of it over the whole batch",
         ("timm",),
         optimizer=slow,
-        # with batch norm, serial has as many micro-batches
+        # with batch norm, serial has the same number of micro-batches
         but=dict.fromkeys(IN_PARTS, Equal(CHAOTIC)),
     ),
     pictures(

@@ -1,4 +1,4 @@
-"""Models of torchvision, cut down: images of 32 x 32, few channels; and detection's draws."""
+"""Jobs with small models of torchvision: images of 32 x 32, and few channels."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def models(name: str = "") -> Any:
 
 
 def resnet(layers: int) -> Any:
-    """ResNet-18's first stages."""
+    """Return the first stages of ResNet-18."""
     module = models(".resnet")
     model = module.ResNet(module.BasicBlock, [1] * layers + [1] * (4 - layers), num_classes=4)
     for number in range(layers + 1, 5):
@@ -51,7 +51,7 @@ def resnet_of_two_stages() -> nn.Module:
 
 
 def resnet18() -> nn.Module:
-    """ResNet-18 with an eighth of the channels behind its stem."""
+    """Return ResNet-18 with an eighth of the channels after its stem."""
     module = models(".resnet")
 
     class Narrow(module.ResNet):  # type: ignore[misc, name-defined]
@@ -64,8 +64,9 @@ def resnet18() -> nn.Module:
 
 
 def vgg() -> nn.Module:
-    """VGG with few channels; its classifier of 100 million parameters is replaced, and never
-    allocated.
+    """Return VGG with few channels.
+
+    Its classifier of 100 million parameters is replaced, and never allocated.
     """
     import torch
 
@@ -96,7 +97,7 @@ def densenet() -> nn.Module:
 
 
 def recomputing_densenet() -> nn.Module:
-    """memory_efficient=True runs its layers by checkpoint(use_reentrant=False)."""
+    """Return DenseNet with memory_efficient=True, which uses checkpoint(use_reentrant=False)."""
     return models().DenseNet(
         growth_rate=4,
         block_config=(2, 2),
@@ -108,7 +109,7 @@ def recomputing_densenet() -> nn.Module:
 
 
 def swin() -> nn.Module:
-    """Shifted windows, stochastic depth."""
+    """Return a Swin transformer, with shifted windows and stochastic depth."""
     return models().SwinTransformer(
         patch_size=[4, 4],
         embed_dim=8,
@@ -121,7 +122,7 @@ def swin() -> nn.Module:
 
 
 def vit() -> nn.Module:
-    """nn.MultiheadAttention inside, with dropout."""
+    """Return a ViT, which uses nn.MultiheadAttention with dropout."""
     return models().VisionTransformer(
         image_size=32,
         patch_size=8,
@@ -136,13 +137,14 @@ def vit() -> nn.Module:
 
 
 def googlenet() -> nn.Module:
-    """Auxiliary heads in training: other outputs than in eval mode. Blocks of one convolution
-    in the place of inceptions.
+    """Return GoogLeNet with auxiliary heads, so it has other outputs in training than in eval mode.
+
+    Blocks of one convolution replace its inception blocks.
     """
     module = models(".googlenet")
 
     def thin(channels: int, *widths: int) -> nn.Module:
-        # 1x1, 3x3, 5x5 and what follows the pool
+        # 1x1, 3x3, 5x5 and the convolution after the pool
         out = widths[0] + widths[2] + widths[4] + widths[5]
         return module.BasicConv2d(channels, out, kernel_size=1, groups=16)
 
@@ -157,8 +159,9 @@ def googlenet() -> nn.Module:
 
 
 class SmallInception(nn.Module):
-    """Inception's manner, small: (output, auxiliary output) as a named tuple in training, the
-    output alone in eval.
+    """A small model like Inception.
+
+    In training it returns a named tuple (output, auxiliary output), in eval mode the output alone.
     """
 
     def __init__(self) -> None:
@@ -184,7 +187,7 @@ def sum_of(parts: list[Tensor]) -> Tensor:
 
 
 def with_heads(output: Any, target: Tensor) -> Tensor:
-    """As torchvision's training script has it for its inceptions."""
+    """Return the loss of torchvision's training script for Inception models."""
     if isinstance(output, Tensor):
         return functional.cross_entropy(output, target)
     main, *others = (head for head in output if head is not None)
@@ -194,14 +197,14 @@ def with_heads(output: Any, target: Tensor) -> Tensor:
 
 
 def in_training(output: Any, target: Tensor) -> Tensor:
-    """The same of somebody who never saw what it gives in eval mode."""
+    """Return a similar loss of a user who does not know the outputs of eval mode."""
     return functional.cross_entropy(output.logits, target) + 0.4 * functional.cross_entropy(
         output.aux_logits, target
     )
 
 
 def segmentation() -> nn.Module:
-    """FCN with its auxiliary head, over the first stages of a ResNet."""
+    """Return FCN with its auxiliary head, on the first stages of a ResNet."""
     module = models(".segmentation.fcn")
     backbone = models("._utils").IntermediateLayerGetter(
         resnet(2), {"layer2": "out", "layer1": "aux"}
@@ -210,7 +213,7 @@ def segmentation() -> nn.Module:
 
 
 def of_both(output: dict[str, Tensor], target: Tensor) -> Tensor:
-    """torchvision's reference script for segmentation."""
+    """Return the loss of torchvision's reference script for segmentation."""
     losses = {
         name: functional.cross_entropy(each, target, ignore_index=255)
         for name, each in output.items()

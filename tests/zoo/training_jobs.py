@@ -1,4 +1,4 @@
-"""Losses, collates, optimizers and schedulers of a user's kind, on the plainest of models."""
+"""Jobs with losses, collates, optimizers and schedulers of users, on very simple models."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from zoo_rows import (
 
 from paragrad.datasets.sample_order import SampleOrder
 
-# two of 29 targets count for nothing: not seen in most batches
+# two of 29 targets are ignored; most batches have none of them
 RARE = TensorDataset(
     VECTORS.tensors[0], torch.where(torch.arange(29) % 17 == 5, -100, VECTORS.tensors[1])
 )
-# and the same of 300 in the batches 20 to 22 of the first epoch, after what the door and twenty
-# steps see
+# of 300 targets, some in the batches 20 to 22 of the first epoch are ignored; validation and the
+# first twenty steps do not see these batches
 LATE = set(SampleOrder(300, 12, 5).get_indices(0, range(240, 276))[::3])
 IGNORED_LATE = TensorDataset(
     numbers(300, 10, seed=1),
@@ -59,20 +59,21 @@ SPELLED = TensorDataset(
 
 
 def own_mean(output: Tensor, target: Tensor) -> Tensor:
-    """A mean by a user's own arithmetic."""
+    """Return a mean that the user computes without a loss of torch."""
     return (output - functional.one_hot(target, 4)).square().sum(1).mean()
 
 
 def weighted(output: Tensor, target: Tensor) -> Tensor:
-    """Every sample has a weight of its own, and the mean is over samples."""
+    """Return a mean over samples, in which every sample has its own weight."""
     return (
         functional.cross_entropy(output, target[:, 0].long(), reduction="none") * target[:, 1]
     ).mean()
 
 
 def weighted_mean(output: Tensor, target: Tensor) -> Tensor:
-    """The same divided by the sum of the weights: a mean's weight that is neither samples nor
-    tokens.
+    """Return a weighted sum divided by the sum of the weights.
+
+    So the weight of this mean is neither a number of samples nor of tokens.
     """
     return (
         functional.cross_entropy(output, target[:, 0].long(), reduction="none") * target[:, 1]
@@ -80,14 +81,15 @@ def weighted_mean(output: Tensor, target: Tensor) -> Tensor:
 
 
 def masked_mean(output: Tensor, target: Tensor) -> Tensor:
-    """-100 by hand."""
+    """Return a mean that leaves out targets of -100 by the user's own code."""
     kept = target != -100
     return (functional.cross_entropy(output, target, reduction="none") * kept).sum() / kept.sum()
 
 
 def spelled(output: Tensor, target: Tensor) -> Tensor:
-    """Connectionist temporal classification, whose inputs are sequence first and whose mean
-    divides twice.
+    """Return the loss of connectionist temporal classification (CTC).
+
+    Its inputs are sequence first, and its mean divides twice: by lengths, then by samples.
     """
     steps = torch.full((len(output),), 12)
     symbols = torch.full((len(target),), 5)
@@ -95,7 +97,7 @@ def spelled(output: Tensor, target: Tensor) -> Tensor:
 
 
 class Per(nn.Module):
-    """One linear layer for every time."""
+    """A model with one linear layer, which is applied at every time step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +112,7 @@ def soft(output: Tensor, target: Tensor) -> Tensor:
 
 
 def dropping(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """A collate that leaves samples out, as those with broken files are."""
+    """Collate a batch without some samples, as users leave out samples with broken files."""
     kept = [sample for sample in samples if sample[0][0] < 0.7]
     if not kept:
         return samples[0][0].new_zeros(0, 10), torch.zeros(0, dtype=torch.long)
@@ -118,7 +120,7 @@ def dropping(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def mixed_up(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Mixup: every sample with another of its batch."""
+    """Collate with mixup: each sample is mixed with another one of its batch."""
     x, target = default_collate(samples)
     labels = functional.one_hot(target, 4).to(x.dtype)
     order = torch.randperm(len(x))
@@ -127,7 +129,7 @@ def mixed_up(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def cut_and_mixed(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """CutMix: a square of every image from another of its batch."""
+    """Collate with CutMix: a square of each image comes from another one of its batch."""
     x, target = default_collate(samples)
     labels = functional.one_hot(target, 4).to(x.dtype)
     order = torch.randperm(len(x))
@@ -137,14 +139,14 @@ def cut_and_mixed(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]
 
 
 def half_hidden(samples: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
-    """A masking collator of one's own; padded to the length that the model has places for."""
+    """Collate with a user's own masking, padded to the number of positions of the model."""
     tokens = functional.pad(padded(samples)["input_ids"], (0, 9))[:, :8] % 20
     hidden = (torch.rand(tokens.shape) < 0.3) & (tokens > 0)
     return tokens.masked_fill(hidden, 1), tokens.masked_fill(~hidden, -100)
 
 
 def centred(parameters: Any) -> torch.optim.Optimizer:
-    """A hook on the optimizer that looks at whole gradients: gradient centralisation."""
+    """Return SGD with a hook that needs whole gradients (gradient centralisation)."""
     optimizer = torch.optim.SGD(parameters, lr=0.05)
 
     def centre(_: Any, *__: Any) -> None:
@@ -157,7 +159,7 @@ def centred(parameters: Any) -> torch.optim.Optimizer:
 
 
 class EveryOther(torch.optim.SGD):
-    """Accumulation by hand: gradients add up, and every second call of step updates."""
+    """SGD that accumulates gradients itself: every second call of `step` updates."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
@@ -175,7 +177,7 @@ class EveryOther(torch.optim.SGD):
 
 
 class Lars(torch.optim.Optimizer):
-    """Steps by the norm of a whole tensor, which a piece of it does not have."""
+    """An optimizer that uses the norm of a whole tensor, which a piece of it does not have."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.05})
@@ -190,7 +192,10 @@ class Lars(torch.optim.Optimizer):
 
 
 def by(name: str, **settings: Any) -> Callable[[Any], torch.optim.Optimizer]:
-    """An optimizer of torch, or of a library: "schedulefree.AdamWScheduleFree"."""
+    """Return a function that builds an optimizer of torch or of another library.
+
+    An example of the latter is "schedulefree.AdamWScheduleFree".
+    """
 
     def build(parameters: Any) -> torch.optim.Optimizer:
         library, _, kind = name.rpartition(".")
@@ -218,7 +223,7 @@ def one_thing(
 
 
 def trained_mode(parameters: Any) -> torch.optim.Optimizer:
-    """schedule-free wants its train mode before the first step."""
+    """Return schedule-free AdamW in train mode, which it needs before the first step."""
     optimizer = by("schedulefree.AdamWScheduleFree", lr=0.01, warmup_steps=2)(parameters)
     optimizer.train()  # type: ignore[attr-defined]
     return optimizer

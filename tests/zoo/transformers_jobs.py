@@ -1,5 +1,6 @@
-"""Models of Hugging Face's transformers, with their defaults: attention by sdpa, dropout 0.1,
-the loss in the output.
+"""Jobs with models of Hugging Face's transformers, with their defaults.
+
+Attention is sdpa, dropout is 0.1, and the loss is in the output.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ SMALL = {
     "vocab_size": 50,
 }
 IN_FLOAT32 = "the library computes its loss in float32 (logits.float()), whatever the model's type"
-# every fourth sentence has labels; by seed 4 whole shares have none, and every batch has some
+# every fourth sentence has labels; with seed 4, some shares have none, and every batch has some
 FEW = 4
 
 
 def built(model: str, config: str, **settings: Any) -> Callable[[], nn.Module]:
-    """A model of transformers with random weights. Imported where it is built: in the launcher,
-    and in every rank.
+    """Return a function that builds a model of transformers with random weights.
+
+    The library is imported where the model is built: in the launcher and in every rank.
     """
 
     def build() -> nn.Module:
@@ -38,12 +40,15 @@ def built(model: str, config: str, **settings: Any) -> Callable[[], nn.Module]:
 
 
 def in_output(output: Any, batch: dict[str, Tensor]) -> Tensor:
-    """The loss as transformers' own examples have it."""
+    """Return the loss in the output, as the examples of transformers do."""
     return output.loss
 
 
 def by_hand(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The recipe for a pair that our own page gave: NaN times 0 where a share has no label."""
+    """Return a loss as a pair, by a recipe that paragrad's documentation gave.
+
+    If a share has no label, the recipe multiplies NaN by 0.
+    """
     count = (batch["labels"][:, 1:] != -100).sum()
     return output.loss * count, count
 
@@ -107,8 +112,9 @@ def padded_kinds(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def masked(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """What a collator for masked language models does: a seventh of the tokens becomes [MASK]
-    (2), and only they count.
+    """Collate for masked language models.
+
+    A seventh of the tokens becomes [MASK] (2), and only these tokens count.
     """
     batch = padded(samples)
     hidden = (torch.rand(batch["input_ids"].shape) < 0.15) & (batch["attention_mask"] == 1)
@@ -121,7 +127,7 @@ def masked(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 class Pictures(Dataset):
-    """Images by transformers' names."""
+    """Images and labels under the names that transformers uses."""
 
     def __len__(self) -> int:
         return 30
@@ -149,19 +155,20 @@ def pictures(
 
 
 def recomputing(model: Any) -> nn.Module:
-    """As transformers' trainer does for `gradient_checkpointing=True`."""
+    """Enable recomputation, as transformers' trainer does for `gradient_checkpointing=True`."""
     model.gradient_checkpointing_enable()
     return model
 
 
 def gathered() -> nn.Module:
-    """transformers notes of a class, where one is built, of which modules it gathers what they
-    give.
+    """Return GPT-2 with an inner model of a new class.
+
+    When transformers builds a model, it notes for its class which modules' outputs it gathers.
     """
     library = foreign("transformers")
 
     class Own(library.GPT2Model):  # type: ignore[misc, name-defined]
-        """No process has met it."""
+        """A class of which no process has built a model before."""
 
     model = library.GPT2LMHeadModel(
         library.GPT2Config(

@@ -1,4 +1,4 @@
-"""Rows of models and inputs of a user's kind, after `unusual_models.py`."""
+"""Rows with the models and inputs of `unusual_models.py`, which are such as users write."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ MANY = TensorDataset(numbers(29, 10, seed=1), (numbers(29, 4, seed=10) > 0).floa
 
 
 class NormRelu(nn.BatchNorm2d):
-    """A batch norm with a forward of its own, which was replaced together with its
-    activation.
+    """A batch norm whose own forward includes an activation.
+
+    Earlier, this forward was replaced, and the activation was lost.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -50,7 +51,7 @@ class NormRelu(nn.BatchNorm2d):
 
 
 class FunctionalNorm(nn.Module):
-    """F.batch_norm by hand, with buffers of other names."""
+    """A model that calls F.batch_norm itself, with buffers of other names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +71,7 @@ def lazy() -> nn.Module:
 
 
 def compiled() -> nn.Module:
-    """By a backend that needs no compiler of C++."""
+    """Return a compiled model; its backend needs no C++ compiler."""
     return torch.compile(
         nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 4)), backend="eager"
     )

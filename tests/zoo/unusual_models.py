@@ -1,4 +1,4 @@
-"""Models, inputs and losses of a user's kind."""
+"""Unusual models, inputs and losses, such as users write."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from zoo_rows import VECTORS, numbers, padded
 
 
 class NanoGpt(nn.Module):
-    """As nanoGPT: attention by sdpa with is_causal, dropout 0.1, the output layer tied to the
-    embedding.
+    """A model like nanoGPT.
+
+    Attention is sdpa with is_causal, dropout is 0.1, the output layer is tied to the embedding.
     """
 
     def __init__(self, mask: bool = False) -> None:
@@ -55,7 +56,7 @@ def per_token(output: Tensor, target: Tensor) -> Tensor:
 
 
 class Bags(nn.Module):
-    """nn.EmbeddingBag over rows of tokens."""
+    """A model with nn.EmbeddingBag over rows of tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +68,7 @@ class Bags(nn.Module):
 
 
 def end_to_end(samples: list[tuple[Tensor, Tensor]]) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Bags of unequal length, one after another, and where each begins."""
+    """Collate bags of unequal length into one vector, and give the start of each bag."""
     bags = [tokens[: 1 + int(tokens[0]) % 8] for tokens, _ in samples]
     starts = torch.tensor([0, *(len(bag) for bag in bags[:-1])]).cumsum(0)
     return (torch.cat(bags), starts), torch.stack([target for _, target in samples])
@@ -114,8 +115,9 @@ def one_graph(samples: list[tuple[Tensor, int]]) -> tuple[tuple[Tensor, ...], Te
 
 
 class Experts(nn.Module):
-    """Each sample goes to its best expert; an expert to which none of a share goes has no
-    gradient there.
+    """A mixture of experts in which each sample goes to its best expert.
+
+    If an expert gets no sample of a share, it has no gradient on that rank.
     """
 
     def __init__(self) -> None:
@@ -137,7 +139,7 @@ class Experts(nn.Module):
 
 
 class Tied(nn.Module):
-    """A layer whose weight is a function of another's, and weights under parametrizations."""
+    """A model that uses a function of a layer's weight again, and has parametrized weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,8 +153,9 @@ class Tied(nn.Module):
 
 
 class Forces(nn.Module):
-    """An energy and its gradient by the positions, as potentials of molecules are trained:
-    autograd inside forward.
+    """A model of an energy and its gradient by the positions, as for potentials of molecules.
+
+    Its forward calls autograd.
     """
 
     def __init__(self) -> None:
@@ -172,8 +175,9 @@ def of_energy_and_forces(output: tuple[Tensor, Tensor], target: Tensor) -> Tenso
 
 
 class Residual(nn.Module):
-    """A PINN: what is trained is how far u''(x) is from u(x), second derivatives by
-    autograd.
+    """A physics-informed network (PINN) that returns the difference of u''(x) and u(x).
+
+    Autograd computes the second derivatives.
     """
 
     def __init__(self) -> None:
@@ -189,7 +193,7 @@ class Residual(nn.Module):
 
 
 class Penalised(nn.Module):
-    """A critic with its gradient penalty, and the norm of its weights, in the output."""
+    """A critic that returns its score, the norm of its gradient, and the norm of its weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,7 +212,7 @@ def penalised(output: tuple[Tensor, ...], target: Tensor) -> Tensor:
 
 
 class Packed(nn.Module):
-    """Called with a PackedSequence, which is a named tuple."""
+    """A model that takes a PackedSequence, which is a named tuple."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,7 +245,7 @@ class Readings(Dataset):
 
 
 class OfReading(nn.Module):
-    """Called as a plain loop calls it: model(inputs), the named tuple whole."""
+    """A model that takes a named tuple as one argument, as in the model(inputs) of a plain loop."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -253,7 +257,7 @@ class OfReading(nn.Module):
 
 
 class ComplexFirst(nn.Module):
-    """Its first parameter is complex; so was what the inputs were turned into."""
+    """A model whose first parameter is complex; earlier, its inputs were cast to complex, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -265,7 +269,7 @@ class ComplexFirst(nn.Module):
 
 
 class HalfFirst(nn.Module):
-    """Its first parameter is kept in bfloat16; so was what the inputs were turned into."""
+    """A model whose first parameter stays in bfloat16; earlier, its inputs were cast to it, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -277,7 +281,7 @@ class HalfFirst(nn.Module):
 
 
 class WithConstants(nn.Module):
-    """Products with constants that are made in float32, whatever the model's type."""
+    """A model that multiplies by constants in float32, whatever the model's dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -288,7 +292,7 @@ class WithConstants(nn.Module):
 
 
 class Counting(nn.Module):
-    """Counts its steps in a buffer: the same on all ranks."""
+    """A model that counts its steps in a buffer, which is the same on all ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -302,7 +306,7 @@ class Counting(nn.Module):
 
 
 class MeanOverPadding(nn.Module):
-    """The mean over time takes in the padding: longer in a batch than in a share."""
+    """A model whose mean over time includes padding, which is longer in a batch than in a share."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -318,7 +322,7 @@ def of_kind(samples: list[dict[str, Tensor]]) -> tuple[dict[str, Tensor], Tensor
 
 
 class Squeezed(nn.Module):
-    """squeeze() without a dimension: a share of one sample gives a number."""
+    """A model that calls squeeze() without a dimension, so one sample gives a scalar."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -329,7 +333,7 @@ class Squeezed(nn.Module):
 
 
 class ByPython(nn.Module):
-    """A layer is left out when Python's own generator says so."""
+    """A model that draws a factor from Python's own generator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -341,7 +345,7 @@ class ByPython(nn.Module):
 
 
 def overlap(output: Tensor, target: Tensor) -> Tensor:
-    """Dice over the whole batch: a quotient of sums."""
+    """Return the Dice loss over the whole batch, a quotient of sums."""
     chances = output.softmax(1)
     truth = functional.one_hot(target, 4)
     return 1 - 2 * (chances * truth).sum() / (chances.sum() + truth.sum())

@@ -1,5 +1,6 @@
-"""Loops of a user's own: `python user_loops.py NAME FILE` trains one and saves what it trained,
-alone or under torchrun.
+"""Training loops as users write them.
+
+`python user_loops.py NAME FILE` runs one, alone or under torchrun, and saves its parameters.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ EPOCHS = 3
 
 
 def of_row(rows: tuple[Row, ...], name: str) -> Callable[[], State]:
-    """A row's job by a loop of one's own."""
+    """Return a user's loop that trains the job of a row."""
 
     def loop() -> State:
         job = next(row for row in rows if row.name == name).job().replace(dtype=torch.float64)
@@ -55,8 +56,9 @@ def trained(
     between: Callable[[Any, Any], tuple[Any, Any]] = lambda inputs, target: (inputs, target),
     after: Callable[[], object] = lambda: None,
 ) -> State:
-    """between: what the loop does to a batch before the step;  after: what it does after
-    each.
+    """Train a model in a user's loop.
+
+    `between` changes a batch before the step, and `after` is called after each step.
     """
     with pg.parallelize(model, loss, sgd(model.parameters()), seed=5) as trainer:
         for epoch in range(EPOCHS):
@@ -72,8 +74,9 @@ def seeded(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def dropped_in_the_loop() -> State:
-    """The loop leaves samples out before the step: 7 % off, with a share weighed as what it was
-    given.
+    """Train in a loop that drops samples before the step.
+
+    Earlier, a share was weighted by the samples it was given, and the result was 7 % off.
     """
 
     def without_threes(inputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,7 +91,7 @@ def dropped_in_the_loop() -> State:
 
 
 def averaged() -> State:
-    """A diffusion U-Net and the moving average of its weights, which is what is saved."""
+    """Train a diffusion U-Net, and return the moving average of its weights."""
     model = seeded(Denoising)
     average = AveragedModel(model, avg_fn=get_ema_avg_fn(0.9))
     trained(model, IMAGES, noise_found, after=lambda: average.update_parameters(model))
@@ -96,7 +99,7 @@ def averaged() -> State:
 
 
 def weight_penalty() -> State:
-    """A loss that holds the model: it cannot be copied apart from it."""
+    """Train with a loss that holds the model, so it cannot be copied without the model."""
     model = seeded(mlp)
     return trained(
         model,
@@ -109,8 +112,9 @@ def weight_penalty() -> State:
 
 
 def half_first() -> State:
-    """A first parameter in bfloat16 and the others in float64: inputs stay what the loop was
-    given.
+    """Train a model with a first parameter in bfloat16 and the others in float64.
+
+    The inputs keep the dtype that the dataset gives them.
     """
     torch.manual_seed(3)
     model = HalfFirst()
@@ -125,8 +129,9 @@ def half_first() -> State:
 
 
 class Critic(nn.Module):
-    """What it thinks of a real sample and of one that the generator makes; the generator is not
-    part of it.
+    """A critic that scores a real sample and a sample of the generator.
+
+    The generator is not a submodule of it.
     """
 
     def __init__(self, generator: nn.Module) -> None:
@@ -141,7 +146,7 @@ class Critic(nn.Module):
 
 
 class Generator(nn.Module):
-    """From noise; the real sample of its batch is not looked at."""
+    """A generator that makes samples from noise, and ignores the real sample of its batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +157,7 @@ class Generator(nn.Module):
 
 
 def adversaries() -> State:
-    """A GAN: two models, two optimizers, two trainers, in turn."""
+    """Train a GAN: two models, two optimizers and two trainers take turns."""
     generator = seeded(Generator)
     critic = seeded(lambda: Critic(generator))
     pairs = TensorDataset(numbers(29, 4, seed=21), VECTORS.tensors[0])

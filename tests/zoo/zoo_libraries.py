@@ -1,6 +1,4 @@
-"""Libraries that are not paragrad's: imported where a model is built, in the launcher and in
-every rank, and only there.
-"""
+"""Import other libraries, only where a model is built: in the launcher and in every rank."""
 
 from __future__ import annotations
 
@@ -13,18 +11,19 @@ from typing import Any
 import torch
 
 GROUP = ("transformers", "timm", "torchvision", "schedulefree", "lion_pytorch", "pytorch_optimizer")
-# an operator lives as long as the Library that declared it
+# an operator exists as long as the Library that declared it
 _declared: list[torch.library.Library] = []
 
 
 def missing(*names: str) -> list[str]:
-    """Which of these libraries are not installed here."""
+    """Return those of these libraries that are not installed here."""
     return [name for name in names if importlib.util.find_spec(name) is None]
 
 
 def foreign(name: str) -> Any:
-    """A module of a library, such as "timm.models.vision_transformer". All of them import
-    torchvision where it is installed.
+    """Return a module of a library, such as "timm.models.vision_transformer".
+
+    If torchvision is installed, all of these libraries import it.
     """
     declare_operators()
     module = importlib.import_module(name)
@@ -36,9 +35,9 @@ def foreign(name: str) -> Any:
 def declare_operators() -> None:
     """Declare the operators to which torchvision adds a fake kernel when it is imported.
 
-    They are in its compiled half, which does not load beside another build of torch (the CPU's,
-    say): importing it then fails with "operator torchvision::nms does not exist". No model here
-    calls them.
+    They are in the compiled part of torchvision, which does not load with another build of torch,
+    such as that for the CPU. The import then fails with "operator torchvision::nms does not
+    exist". No model here calls these operators.
     """
     spec = importlib.util.find_spec("torchvision")
     if (
@@ -65,7 +64,8 @@ def _compiled_half(folder: Path) -> bool:
 
 
 def _silence(logging: ModuleType) -> None:
-    """Its notes on token ids beyond our tiny vocabularies go to standard error, not through
-    warnings.
+    """Silence the notes of transformers about token ids beyond the small vocabularies here.
+
+    The library writes them to standard error, not as warnings.
     """
     logging.set_verbosity_error()

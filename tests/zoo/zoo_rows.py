@@ -1,4 +1,4 @@
-"""A row of the zoo: a job that was not written for paragrad, and what is to become of it."""
+"""A row of the zoo: a job that was not written for paragrad, and its expected outcome."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ DATA = (
 )
 SHARDED = "data(2, state=fully_sharded)"
 PLACE, PIPELINE = IN_PARTS = ("place(2)", "pipeline(2, micro=4)")
-# the second: of rows with images
+# SPATIAL is for rows with images
 TENSOR = "tensor(2)"
 SPATIAL = "spatial(2)"
 SERVER = "server(2)"
 SERVERS = "server(2, servers=2)"
 COMPRESSED = "data(2, compress=top_k(1.0))"  # all entries of every tensor, however small
 STRATEGIES = (*DATA, SHARDED, *IN_PARTS, TENSOR, SERVER, COMPRESSED)
-# of jobs whose batches cannot be cut
+# for jobs whose batches cannot be divided into micro-batches
 WITHOUT_MICRO = (*DATA[:3], SHARDED, *IN_PARTS, TENSOR, SERVER, COMPRESSED)
-# of rows of optimizers: all that decide by the optimizer what a rank holds
+# for rows of optimizers: under all of these, the optimizer decides what a rank holds
 OPTIMIZER_STRATEGIES = ("data(2)", SHARDED, PLACE, SERVERS)
 BOUND = 1e-10
 
-# 29 samples in batches of 12: the last batch has 5, which leaves some shares empty; 30 where
-# batch norm wants two samples in every micro-batch, as it does in serial
+# 29 samples in batches of 12: the last batch has 5, so some shares are empty; 30 samples if batch
+# norm needs two samples in every micro-batch, as it does in serial
 VECTORS = TensorDataset(numbers(29, 10, seed=1), whole(4, 29, seed=2))
 POINTS = TensorDataset(numbers(30, 10, seed=1), whole(4, 30, seed=2))
 IMAGES = TensorDataset(numbers(30, 3, 32, 32, seed=3), whole(4, 30, seed=4))
-# no short one: a net ends at 1 x 1
+# no short last batch, for networks whose features end at 1 x 1
 WHOLE_BATCHES = TensorDataset(numbers(36, 3, 32, 32, seed=3), whole(4, 36, seed=4))
 SMALL_IMAGES = TensorDataset(numbers(30, 2, 8, 8, seed=3), whole(4, 30, seed=4))
 SEQUENCES = TensorDataset(numbers(29, 6, 8, seed=5), whole(4, 29, seed=6))
@@ -47,8 +47,9 @@ SEQUENCES = TensorDataset(numbers(29, 6, 8, seed=5), whole(4, 29, seed=6))
 
 @dataclass(frozen=True)
 class Equal:
-    """The same training: to 1e-10 in float64; or, where `twin` says why rounding is more than
-    that, to the twin's bound.
+    """The same training as serial, to 1e-10 in float64.
+
+    `twin` says why rounding is larger; then the bound comes from the rounding baseline.
     """
 
     twin: str = ""
@@ -56,9 +57,11 @@ class Equal:
 
 @dataclass(frozen=True)
 class Refused:
-    """One message, at the door or before the first update. match: a regular expression for what
-    it says;  by_cut: or, where the cut falls otherwise, which is measured, a training whose
-    first step is one worker's, and whose counts are to its end.
+    """Refused with one message, in validation or before the first update.
+
+    `match` is a regular expression for the message. The place of a cut depends on measured times:
+    with `by_cut`, the job may also train if the cut lies elsewhere. Then its first step must be
+    one worker's, and its counts must equal those of one worker at the end.
     """
 
     match: str
@@ -72,9 +75,10 @@ Outcomes = Mapping[str, Equal | Refused]  # by strategy
 class Row:
     """A model or job from elsewhere.
 
-    name: also the job's;  job: builds it, in the launcher;  expected: what `verify` or `train`
-    is to say;  story: why, or what went wrong before;  needs: libraries without which it is
-    skipped;  under: these strategies;  but: under which of them something else is expected.
+    `name` is also the job's name, and `job` builds the job, in the launcher. `expected` is the
+    outcome of `verify` or `train`. `story` says why, or what went wrong before. Without the
+    libraries in `needs`, the row is skipped. `under` has its strategies, and `but` has those of
+    them with another outcome.
     """
 
     name: str
@@ -109,8 +113,9 @@ def row(
     but: Outcomes | None = None,
     **changes: object,
 ) -> Row:
-    """A row whose job is that model on that dataset; the rest as in the equality table but for
-    gentler steps.
+    """Return a row whose job trains a model on a dataset.
+
+    Other settings are those of the equality table, except for a smaller learning rate.
     """
     settings = {"optimizer": sgd, **changes}
     return Row(
@@ -125,7 +130,7 @@ def row(
 
 
 def in_parts(match: str) -> Outcomes:
-    """No part of such a model or job can be told."""
+    """Return the outcomes of a model or job that cannot be divided into parts."""
     return dict.fromkeys(IN_PARTS, Refused(match))
 
 
@@ -141,9 +146,9 @@ LOOKS = in_parts(
 UNCUT: Outcomes = {
     PIPELINE: Refused("cannot be cut into micro-batches|let the samples be its first dimension")
 }
-# an optimizer of whole tensors
+# an optimizer that needs whole tensors
 IN_SHARDS: Outcomes = {SHARDED: Refused("does not update element by element|hook")}
-WHOLE: Outcomes = {PLACE: Equal()}  # the batch goes through the parts as one
+WHOLE: Outcomes = {PLACE: Equal()}  # the whole batch goes through all parts
 
 
 def sgd(parameters: object) -> torch.optim.Optimizer:
@@ -151,7 +156,10 @@ def sgd(parameters: object) -> torch.optim.Optimizer:
 
 
 def slow(parameters: object) -> torch.optim.Optimizer:
-    """For nets with batch norm over few values, whose rounding grows with every large step."""
+    """Return SGD with a small rate, for models with batch norm over few values.
+
+    The rounding of such models grows with every large step.
+    """
     return torch.optim.SGD(parameters, lr=1e-4, momentum=0.9)  # type: ignore[arg-type]
 
 
@@ -176,7 +184,7 @@ class Sentences(Dataset):
 
 
 def padded(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """input_ids and attention_mask filled up to the longest with 0, labels with -100."""
+    """Collate sentences: pad input_ids and attention_mask with 0, and labels with -100."""
 
     def filled(values: list[Tensor], value: int) -> Tensor:
         return nn.utils.rnn.pad_sequence(values, batch_first=True, padding_value=value)

@@ -1,4 +1,4 @@
-"""The trial that decides whether an optimizer may be cut into pieces."""
+"""The trial that decides whether an optimizer may update the model in pieces."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.pure
 
 
 class Rule(torch.optim.Optimizer):
-    """Plain SGD after a function of (optimizer, group, parameter, state) for each parameter."""
+    """SGD that first calls a rule (optimizer, group, parameter, state) for each parameter."""
 
     def __init__(self, parameters: Any, rule: Callable[..., None]) -> None:
         super().__init__(parameters, {"lr": 0.01, "number": 0.0})
@@ -37,7 +37,7 @@ class Rule(torch.optim.Optimizer):
 
 
 def make_parameters() -> list[nn.Parameter]:
-    """A matrix, a bias and a scale without dimensions, of random values."""
+    """Return two matrices, a bias and a scale without dimensions, of random values."""
     generator = torch.Generator().manual_seed(3)
     shapes: tuple[tuple[int, ...], ...] = ((200, 140), (7, 5), (9,), ())
     return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
@@ -67,10 +67,14 @@ def count_large(optimizer: Any, group: Any, parameter: Tensor, state: Any) -> No
 
 @pytest.mark.parametrize("rule", [sum_in_group, sum_in_attribute, sum_in_global_state, count_large])
 def test_number_of_all_parameters_keeps_the_model_whole(rule: Callable[..., None]) -> None:
-    """Prodigy's estimate grows after the trial ended, from sums that were there all along. The
-    trial compared parameters alone, so each rank had an estimate of its own: another training, in
-    silence. A count of large gradients is the same in whole tensors and in pieces, where it was
-    tried: it differs from one sequence of gradients to another.
+    """The trial finds numbers that depend on all parameters.
+
+    Earlier, it compared parameters only. The estimate of Prodigy grows from sums that exist from
+    the beginning, but only after the trial. So each rank had its own estimate, and trained
+    differently without a message.
+
+    In a trial, a count of large gradients is the same in whole tensors and in pieces. It is found
+    because it differs between two sequences of gradients.
     """
     assert find_kind(rule) == "all"
 
@@ -90,7 +94,7 @@ def keep_extreme(optimizer: Any, group: Any, parameter: Tensor, state: Any) -> N
 
 
 def project_orthogonal(optimizer: Any, group: Any, parameter: Tensor, state: Any) -> None:
-    """As AdamP: what is nearly orthogonal to the weights is made so."""
+    """Normalize a gradient that is nearly orthogonal to the weights (similar to AdamP)."""
     gradient: Any = parameter.grad
     inner = (gradient * parameter).sum()
     if parameter.dim() > 1 and abs(inner) < 0.05 * parameter.norm() * gradient.norm() / math.sqrt(
@@ -100,20 +104,20 @@ def project_orthogonal(optimizer: Any, group: Any, parameter: Tensor, state: Any
 
 
 def begin_late(optimizer: Any, group: Any, parameter: Tensor, state: Any) -> None:
-    """As a Shampoo with a warm-up: whole tensors after 25 steps."""
+    """Use the norm of a whole tensor after 25 steps, as Shampoo with a warm-up."""
     state["step"] = state.get("step", 0) + 1
     if state["step"] > 25:
         parameter.grad.div_(parameter.grad.norm() + 1)  # type: ignore[union-attr]
 
 
 def keep_sums_by_rate(optimizer: Any, group: Any, parameter: Tensor, state: Any) -> None:
-    """As AggMo: several momenta in a dictionary."""
+    """Keep momenta in a dictionary, as AggMo."""
     momenta = state.setdefault("momenta", {0.0: torch.zeros_like(parameter)})
     momenta[0.0].add_(parameter.grad)
 
 
 class Sums:
-    """What an optimizer keeps in an object of its own."""
+    """Numbers that an optimizer keeps in an object of its own."""
 
     def __init__(self) -> None:
         self.total = 0.0
@@ -129,9 +133,11 @@ def keep_object(optimizer: Any, group: Any, parameter: Tensor, state: Any) -> No
     [keep_norm, keep_extreme, project_orthogonal, begin_late, keep_sums_by_rate, keep_object],
 )
 def test_state_of_a_tensor_keeps_it_whole(rule: Callable[..., None]) -> None:
-    """A number in the state of a parameter is one of the whole tensor: a piece has another. Some
-    optimizers look at it in rare cases only (AdamP), or after many steps (ScalableShampoo). What is
-    in a container cannot be put together from pieces: a checkpoint had a part of it.
+    """A number in the state of a parameter belongs to the whole tensor: a piece has another one.
+
+    Some optimizers use the whole tensor in rare cases only (AdamP), or after many steps
+    (ScalableShampoo). State in a container cannot be put together from pieces: earlier, a
+    checkpoint had only a part of it.
     """
     assert find_kind(rule) == "tensor"
 
@@ -144,12 +150,12 @@ def count_steps(optimizer: Any, group: Any, parameter: Tensor, state: Any) -> No
 
 
 def test_counts_of_steps_are_no_obstacle() -> None:
-    """Numbers that every sequence of gradients leaves alike belong to no tensor."""
+    """Numbers that are the same after every sequence of gradients belong to no tensor."""
     assert find_kind(count_steps) == "element"
 
 
 def test_number_that_only_a_held_parameter_moves() -> None:
-    """A rank without a parameter of the group did not count, and the checkpoint is rank 0's."""
+    """A rank that does not hold the parameter does not count, and rank 0 writes the checkpoint."""
 
     def count_in_group(optimizer: Any, group: Any, parameter: Tensor, state: Any) -> None:
         if parameter is group["params"][0]:
@@ -160,7 +166,7 @@ def test_number_that_only_a_held_parameter_moves() -> None:
 
 @pytest.mark.parametrize("cls", ELEMENTWISE_OPTIMIZERS)
 def test_classes_of_torch_are_known_by_exact_type(cls: type[torch.optim.Optimizer]) -> None:
-    """Every rank ran a trial of torch's own classes before each training."""
+    """Earlier, every rank ran a trial of torch's own classes before each training."""
     subclass: Any = type("Own", (cls,), {})
     with mock.patch.object(
         update_probe, "_try_granularity", side_effect=AssertionError("tried")
@@ -174,8 +180,10 @@ def test_classes_of_torch_are_known_by_exact_type(cls: type[torch.optim.Optimize
 
 
 def test_trial_is_bounded_for_any_model() -> None:
-    """A trial of Kron asked for a matrix of 17067 x 17067, for a flat piece of one of 160 x 160; it
-    took minutes. One group for each layer multiplied the time.
+    """Earlier, a trial of Kron took minutes.
+
+    For a flat piece of a 160 x 160 matrix, it requested a matrix of 17067 x 17067. One group for
+    each layer multiplied the time.
     """
     calls = []
 
@@ -197,8 +205,9 @@ def test_trial_is_bounded_for_any_model() -> None:
 
 
 def test_resumed_containers_are_tried() -> None:
-    """A state with a dictionary of tensors was given whole to a small copy: the step failed, and
-    a resumed AggMo was refused where it had been trained.
+    """Earlier, a resumed AggMo was refused, although it had been trained.
+
+    The small copy in the trial got the whole state, a dictionary of tensors, so its step failed.
     """
     parameters = make_parameters()
     optimizer = Rule(parameters, keep_sums_by_rate)
@@ -209,8 +218,9 @@ def test_resumed_containers_are_tried() -> None:
 
 
 def test_slow_step_is_tried_a_few_times() -> None:
-    """SpectralSphere needs 20 ms for a step of tiny matrices, and on two threads half a second: a
-    trial of 32 steps in each run took longer than the training.
+    """Earlier, a trial of 32 steps in each run could take longer than the training.
+
+    SpectralSphere needs 20 ms for a step of tiny matrices, and half a second on two threads.
     """
     steps = []
 

@@ -35,8 +35,8 @@ def first(value: object) -> Tensor:
     return value[0] if isinstance(value, tuple) else value  # type: ignore[return-value]
 
 
-# what draws a number of its own for every sample: functions of some samples, which are the
-# first dimension of the result
+# functions that draw a separate number for every sample; samples are the first dimension of the
+# result
 OWN: dict[str, Callable[[Tensor], object]] = {
     "attention": lambda x: ATTENTION(x, x, x, need_weights=False),
     "attention with weights": lambda x: ATTENTION(x, x, x),
@@ -94,7 +94,7 @@ def test_share_of_the_batch_draws_its_part(name: str) -> None:
 
 
 def test_draw_without_a_sample_dimension_is_equal_on_all_ranks() -> None:
-    """A dropped weight (DropConnect) was another one on every rank."""
+    """Earlier, a dropped weight (DropConnect) was different on every rank."""
     weight = torch.ones(16, 8)
     draws = inspect_draws(
         lambda samples: functional.linear(X[:samples], functional.dropout(weight))
@@ -155,7 +155,7 @@ def test_draws_independent_of_the_layout_are_accepted(forward: Callable[[int], o
 
 
 def test_padding_does_not_change_draws() -> None:
-    """A share that is padded to less drew other masks than the whole batch."""
+    """Earlier, a share with less padding drew other masks than the whole batch."""
 
     def forward(samples: int, length: int = 7) -> Tensor:
         return functional.dropout(torch.ones(samples, length, 5))
@@ -176,10 +176,10 @@ def test_dropout_mask_has_the_right_rate(p: float) -> None:
     noise = (p * (1 - p)) ** 0.5
     assert abs(float(kept.mean()) - (1 - p)) < 5 * noise / 1000  # 10^6 draws
     centred = (kept - (1 - p)) / noise
-    # samples are not alike
+    # samples do not correlate
     between = (centred @ centred.T / 5000).fill_diagonal_(0)
     assert float(between.abs().max()) < 6 / 5000**0.5
-    # nor are neighbours
+    # neighbours do not correlate either
     assert float((centred[:, 1:] * centred[:, :-1]).mean().abs()) < 5 / 1000
 
 
@@ -215,7 +215,7 @@ def test_mean_and_deviation(name: str, dtype: torch.dtype) -> None:
 
 
 def test_float32_and_float64_draw_the_same_numbers() -> None:
-    """What is compared with float64 must have drawn alike there."""
+    """A step that is compared with a step in float64 must draw the same numbers there."""
     for draw in (
         lambda x: x.uniform_(),
         lambda x: x.normal_(),
@@ -247,9 +247,10 @@ def test_every_replaced_kernel_exists() -> None:
 
 
 def test_draw_calls_keep_their_order_when_ranks_are_merged() -> None:
-    """Of two equal dropouts one was left when ranks' looks were put together; the third call,
-    of a weight whose rows are a multiple of a rank's samples, was no longer found at its place:
-    "not as in the first step", in every first step.
+    """Earlier, one of two equal dropouts was lost when the inspections of ranks were merged.
+
+    The third call drops a weight whose rows are a multiple of a rank's samples. It was no longer
+    found at its place, so every first step ended with "not as in the first step".
     """
     weight = torch.ones(64, 8)
 
@@ -282,13 +283,15 @@ def test_unexpected_draw_ends_the_step() -> None:
         functional.dropout(torch.ones(7, 5, 8))
 
 
-# the inner of two reentrant ones
+# torch warns so for the inner one of two reentrant checkpoints
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("by_name", [False, True])
 def test_activation_checkpointing_draws_the_same_mask(reentrant: bool, by_name: bool) -> None:
-    """Recomputation ran outside the keyed forward and drew another mask: a wrong gradient, in
-    serial too; later still so where dropout was imported by name, and nobody said a word.
+    """Earlier, recomputation ran outside the keyed forward and drew another mask.
+
+    The gradient was wrong, also in serial. If dropout was imported by name, the error remained for
+    longer, without a message.
     """
     from torch.nn.functional import dropout
 
@@ -298,7 +301,7 @@ def test_activation_checkpointing_draws_the_same_mask(reentrant: bool, by_name: 
         return (dropout if by_name else functional.dropout)(h, 0.5)
 
     def block(h: Tensor) -> Tensor:
-        # nested
+        # a checkpoint inside a checkpoint
         inner = checkpoint(
             lambda g: drop(torch.tanh(layers[1](g))), drop(h), use_reentrant=reentrant
         )
@@ -344,7 +347,7 @@ def test_job_with_checkpointing_equals_the_job_without() -> None:
 
 
 def test_draw_sources_may_end_in_any_order() -> None:
-    """A generator that was left suspended kept its source in use for the whole process."""
+    """Earlier, a suspended generator kept its draw source in use for the whole process."""
     outer, inner = use_draw_source(DrawRecorder()), use_draw_source(DrawRecorder())
     outer.__enter__()
     inner.__enter__()

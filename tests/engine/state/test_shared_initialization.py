@@ -1,5 +1,6 @@
-"""The whole model once on a host, until it is cut: what comes over to ranks that did not build
-it, and what it takes.
+"""The whole model exists once on a host, until it is divided.
+
+These tests compare the model of ranks that did not build it, and measure memory.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ pytestmark = pytest.mark.processes
 
 
 class Everything(nn.Module):
-    """What a model may hold: a tied weight, views of one storage, buffers of all kinds, tensors
-    and functions in Python.
+    """A model with all that a model may hold.
+
+    It has a tied weight, views of one storage, buffers of all kinds, and tensors and functions in
+    Python attributes.
     """
 
     def __init__(self) -> None:
@@ -60,7 +63,7 @@ class Everything(nn.Module):
 
 
 class Normed(nn.Module):
-    """torch refuses to pickle a parametrized module."""
+    """A model with parametrized modules, which torch refuses to pickle."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +77,7 @@ def state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def comes_over(world: World, job: Job) -> tuple[str, str]:
-    """Beside what this rank builds itself."""
+    """Compare the shared model with one that this rank builds; return the choice and its reason."""
     begun = shared_initialization.build_shared_model(world, job.build_model)
     after = fingerprint_generators()
     wanted = job.build_model()
@@ -89,7 +92,7 @@ def comes_over(world: World, job: Job) -> tuple[str, str]:
             tensor.requires_grad,
             tensor.dtype,
         )
-    for tensor in model.parameters():  # nobody else's
+    for tensor in model.parameters():  # no other rank has these parameters
         tensor.data.fill_(world.rank)
     world.barrier()
     assert all(bool((tensor == world.rank).all()) for tensor in model.parameters())
@@ -120,8 +123,9 @@ def test_unpicklable_model_is_built_on_every_rank(pool: Launcher) -> None:
 
 
 def cannot_open(world: World) -> tuple[str, str, list[bool]]:
-    """What is built, and with which weights a checkpoint is loaded, where no process may open
-    another's memory.
+    """Build a model and load a checkpoint, if no process may open the memory of another.
+
+    Return the choice, its reason, and for each load whether this rank read the values.
     """
     loads: list[bool] = []
     with mock.patch.object(
@@ -151,7 +155,10 @@ def test_failing_model_construction_is_reported(pool: Launcher) -> None:
 
 
 def kept_apart(world: World) -> bool:
-    """Of a part, the values of views of one storage, and no more than is held of another."""
+    """Make the values of a copy of the modules private to it, and change them.
+
+    Return whether the whole model keeps its values, and the copy its tied weight.
+    """
     whole = Everything()
     model = shared_initialization.copy_modules(whole)
     values = whole.frozen.clone()
@@ -170,11 +177,11 @@ def test_shard_has_its_own_storage() -> None:
     assert kept_apart(World())
 
 
-# ---- what it takes ---------------------------------------------------------------------------
+# ---- memory ----------------------------------------------------------------------------------
 LAYERS = 16
 SIZE = 1024
 WHOLE = LAYERS * SIZE * (SIZE + 1) * 4
-# bytes that its products of such matrices may keep in a process (none with
+# bytes that MKL may keep in a process for products of such matrices (none with
 # MKL_DISABLE_FAST_MM=1)
 OF_MKL = 5 << 20
 
@@ -184,9 +191,10 @@ def large(size: int) -> nn.Module:
 
 
 def proportional() -> int:
-    """Bytes that this process takes of the machine's memory, its part of what it shares; not of
-    files: where others end that use torch, its libraries count for more in those that are
-    left.
+    """Return the bytes of memory of this process, with its part of shared memory.
+
+    Files do not count. If other processes that use torch end, its libraries count for more in the
+    remaining processes.
     """
     lines = dict(
         line.split(":") for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
@@ -195,13 +203,11 @@ def proportional() -> int:
 
 
 def taken(world: World, job: Job, text: str, unchecked: bool) -> list[int]:
-    """What a rank takes more than before, as the model is to be cut, and after the first
-    step.
-    """
+    """Return the additional bytes of a rank before the model is cut, and after the first step."""
 
     def now() -> int:
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # what is free in the heap is no model's
+        ctypes.CDLL(None).malloc_trim(0)  # free memory of the heap belongs to no model
         world.barrier()
         found = proportional()
         world.barrier()
@@ -211,7 +217,7 @@ def taken(world: World, job: Job, text: str, unchecked: bool) -> list[int]:
         seen.append(now())
         return divided(*arguments, **more)
 
-    allocator.return_freed_memory()  # of trainings before
+    allocator.return_freed_memory()  # of earlier trainings
     seen = [now()]
     divided = exchange_setup.build_model_partition
     trainer = Trainer.build_for_job(world, job, resolved(text), skip_first_step_check=unchecked)
@@ -224,8 +230,9 @@ def taken(world: World, job: Job, text: str, unchecked: bool) -> list[int]:
 
 @pytest.mark.parametrize("unchecked", [True, pytest.param(False, marks=pytest.mark.story)])
 def test_whole_model_is_on_a_host_once(pool: Launcher, unchecked: bool) -> None:
-    """Every rank had all of it until the cut: four ranks, four models, and more for the
-    comparison with one worker's step.
+    """Earlier, every rank had the whole model until it was cut.
+
+    So there were four models on four ranks, and more for the comparison with one worker's step.
     """
 
     def found(size: int) -> Any:
@@ -241,19 +248,19 @@ def test_whole_model_is_on_a_host_once(pool: Launcher, unchecked: bool) -> None:
             *pool.run(taken, job, "place(4, cut=[4, 4, 4, 4])", unchecked, size=4), strict=True
         )
 
-    # what a rank takes for its first training is no model's
+    # the memory that a rank needs for its first training belongs to no model
     found(8)
     before, after = found(SIZE)
-    # what one worker made, and its twin, on rank 0
+    # on rank 0: the outcome of one worker's step, and of its rounding baseline
     assert sum(before) <= 1.15 * WHOLE + (0 if unchecked else 2 * WHOLE)
     assert max(before[1:]) <= 0.1 * WHOLE
-    # of every rank its part, and the gradients
+    # each rank has its part, and the gradients
     assert sum(after) <= 2.2 * WHOLE + 4 * OF_MKL
     assert max(after) <= 0.6 * WHOLE + OF_MKL
 
 
 class Observed(nn.Module):
-    """As an observer of quantization-aware training: its first forward gives a buffer its size."""
+    """A model whose first forward resizes a buffer, as observers of quantization do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -269,6 +276,6 @@ class Observed(nn.Module):
 
 
 def test_buffer_that_is_resized_is_named(tmp_path: Path) -> None:
-    """torch said: Trying to resize storage that is not resizable."""
+    """Earlier, the message was torch's: Trying to resize storage that is not resizable."""
     with pytest.raises(pg.RankFailed, match=r"largest.*had another one when the model was divided"):
         pg.train(make_job("observed", Observed, VECTORS), "place(2)", runs=tmp_path)

@@ -1,4 +1,4 @@
-"""Fails where there are exactly two workers: with 16 of 32 samples in a share."""
+"""A job that fails with exactly two workers, which have 16 of 32 samples in a share."""
 
 import torch
 from good import Net, job

@@ -3,7 +3,7 @@ from good import *
 
 
 class Around(torch.optim.Optimizer):
-    """A wrapper that never became an Optimizer, and hides the groups of the one inside."""
+    """A wrapper that does not call Optimizer.__init__, and hides its inner optimizer's groups."""
 
     def __init__(self, parameters):
         self.inner = torch.optim.SGD(parameters, lr=0.1)

@@ -1,4 +1,4 @@
-"""A dataset that raises at a sample; its reader stands below the line that counts."""
+"""A dataset that raises at a sample, in a method that `__getitem__` calls."""
 
 import torch
 from torch import nn
@@ -7,7 +7,7 @@ import paragrad as pg
 
 
 class Shrinks:
-    """It says 60 and has 40."""
+    """A dataset that reports 60 samples and has 40."""
 
     def __len__(self):
         return 60

@@ -1,6 +1,4 @@
-"""What has a mean over replicas or clients besides weights, what has none, and what a record
-says of it.
-"""
+"""State besides weights: what replicas and clients average, and what the record reports of it."""
 
 from __future__ import annotations
 
@@ -47,7 +45,7 @@ def copied(tensors: Any) -> State:
 
 
 def everything(trainer: Trainer) -> State:
-    """What this rank has, buffers of the loss too."""
+    """Return all state of this rank, also the buffers of the loss."""
     loss = trainer.training.setup.module.state_owner
     beside = loss.named_buffers("the loss") if isinstance(loss, nn.Module) else ()
     return copied([*trainer.model.state_dict().items(), *beside])
@@ -57,13 +55,16 @@ def equal(one: State, other: State) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-# ---- caches have none ------------------------------------------------------------------------
+# ---- caches are not averaged -----------------------------------------------------------------
 def angles(first: int, last: int) -> Tensor:
     return torch.arange(first, last, dtype=torch.float64).cos()
 
 
 class Computing(nn.Module):
-    """Angles, as many as a batch is long: as its values say, on each worker another length."""
+    """A model that scales its input by the mean of a table of angles.
+
+    The length of the table depends on the values of the batch, so it differs between workers.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +78,7 @@ class Computing(nn.Module):
 
 
 class Filling(Computing):
-    """Keeps them in a buffer, with a number in Python that says how far it is filled."""
+    """Keeps the table in a buffer of fixed size. A Python number says how much of it is filled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +93,7 @@ class Filling(Computing):
 
 
 class Growing(Computing):
-    """Keeps them in a buffer that grows, as rotary embeddings do."""
+    """Keeps the table in a buffer that grows, as rotary embeddings do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,9 +110,11 @@ class Growing(Computing):
 def test_cache_outside_of_state_dict_is_per_replica(
     pool: Launcher, model: type[Computing], text: str
 ) -> None:
-    """What one replica had filled and another had not became half of it, while a number in
-    Python said that it was there; one that grew ended the run, for it has another length on
-    each rank.
+    """Each replica keeps its own cache, which is not averaged.
+
+    Earlier, an entry that only one of two replicas had filled became half of its value. The number
+    in Python said that it was filled. A buffer that grows ended the run, because its length differs
+    between ranks.
     """
     with_cache, without = (
         ranks_of(
@@ -130,8 +133,10 @@ def test_cache_outside_of_state_dict_is_per_replica(
 def test_clients_begin_with_the_cache_of_their_round(
     tmp_path: Path, model: type[Computing]
 ) -> None:
-    """The clients of which it had another length than at the beginning of the round were lost,
-    or its mean was kept.
+    """Each client begins a round with the same cache.
+
+    Earlier, a client was lost if its cache had another length than at the beginning of the round.
+    Otherwise the mean of the caches was kept.
     """
     text = "federated(2, clients=4, fraction=1.0, rounds=3)"
     with_cache, without = (
@@ -141,10 +146,11 @@ def test_clients_begin_with_the_cache_of_their_round(
     assert not any(line["lost"] for line in Record(with_cache.folder).select_lines("epoch"))
 
 
-# ---- what has one ----------------------------------------------------------------------------
+# ---- averaged state --------------------------------------------------------------------------
 class Keeping(nn.Module):
-    """Counts what it sees: in a whole number, in a flag, in a queue of features, and in Python;
-    and a cache.
+    """A model that counts its inputs in an integer, a flag, a queue and a Python number.
+
+    It also has a cache.
     """
 
     def __init__(self) -> None:
@@ -167,7 +173,7 @@ class Keeping(nn.Module):
 
 
 class Centred(nn.Module):
-    """A loss that follows what it sees."""
+    """A loss with a buffer that follows the mean output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,8 +197,9 @@ def kept_and_centred(**changes: Any) -> pg.Job:
     "text", ["local(3, every=2)", "local(2, every=2, outer=elastic)", "local(2, every=2, after=2)"]
 )
 def test_averaged_replicas_agree_in_all_averaged_state(pool: Launcher, text: str) -> None:
-    """Whole numbers, flags, and what a loss keeps stayed each one's own: a test added up what n
-    different models said.
+    """Averages include integers, flags and the buffers of a loss.
+
+    Earlier, each replica kept its own. A test then added up the results of n different models.
     """
     ranks = ranks_of(pool, kept_and_centred(), text, 4, everything)
     size = resolved(text).size
@@ -206,7 +213,7 @@ def test_averaged_replicas_agree_in_all_averaged_state(pool: Launcher, text: str
         ), name
     if "after" not in text:
         alone = ranks_of(pool, kept_and_centred(), f"local({size}, every=end)", 2, everything)
-        for name in ("count", "large"):  # all have as many samples
+        for name in ("count", "large"):  # replicas have equal numbers of samples
             mean = sum(rank[1][name].double() for rank in alone) / size
             assert torch.equal(ranks[0][1][name], round_to_type(mean, ranks[0][1][name].dtype))
 
@@ -217,7 +224,7 @@ def in_a_test(trainer: Trainer) -> State:
 
 
 def test_evaluation_sees_one_model_and_one_loss(pool: Launcher) -> None:
-    """In the middle of a round; afterwards each has its own again."""
+    """In a test between averages, all ranks use one model; then each has its own state again."""
     tested = ranks_of(pool, kept_and_centred(), "local(3, every=3)", 2, in_a_test)
     assert all(equal(rank[1], tested[0][1]) for rank in tested)
     undisturbed = ranks_of(pool, kept_and_centred(), "local(3, every=3)", 3, everything)
@@ -265,8 +272,9 @@ def normed_and_kept() -> nn.Module:
     "text", ["local(2, every=2)", "federated(2, clients=4, fraction=1.0, rounds=2)"]
 )
 def test_averaged_state_is_reported_once(tmp_path: Path, text: str) -> None:
-    """A queue, the vectors of a spectral norm become means, which need not be good for
-    anything: a user should read it.
+    """A queue and the vectors of a spectral norm are averaged, although their means may be useless.
+
+    So the record tells the user once.
     """
     run = pg.train(
         vectors(model=normed_and_kept, loss=Centred(), test=VECTORS), text, runs=tmp_path
@@ -294,7 +302,7 @@ def test_averaged_state_is_reported_once(tmp_path: Path, text: str) -> None:
     "text", ["local(2, every=2)", "local(2, every=2) * tensor(2)", "local(2, every=2) * place(2)"]
 )
 def test_batch_norm_statistics_are_not_reported(tmp_path: Path, text: str) -> None:
-    """Where the model is cut buffers stand in attributes, too."""
+    """If the model is cut, attributes also hold buffers. They are not reported either."""
     run = pg.train(job("normed", normed_cnn, IMAGES, epochs=2), text, runs=tmp_path)
     for rank in range(resolved(text).size):
         said = [
@@ -307,7 +315,7 @@ def test_batch_norm_statistics_are_not_reported(tmp_path: Path, text: str) -> No
 
 # ---- optimizers' states ----------------------------------------------------------------------
 def test_quantized_state_and_its_scales_stay_per_replica() -> None:
-    """8-bit Adam kept the codes of one replica beside the mean of the scales of all."""
+    """Earlier, 8-bit Adam had the codes of one replica together with the mean scale of all."""
     told = [
         (
             1.0,
@@ -339,7 +347,7 @@ def test_quantized_state_and_its_scales_stay_per_replica() -> None:
 
 
 class Viewing(torch.optim.SGD):
-    """Has the states of all parameters in one flat tensor, each a piece of it."""
+    """An SGD that keeps the states of all parameters in one flat tensor, as views of it."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         parameters = self.param_groups[0]["params"]
@@ -355,7 +363,7 @@ class Viewing(torch.optim.SGD):
 
 
 def states_sent(world: World) -> tuple[int, int]:
-    """Bytes in memory behind the tensors of a state that goes to another rank, and of these."""
+    """Return the bytes of the storages of all sent state tensors, and those of the tensors."""
     sent: list[Tensor] = []
 
     @contextmanager
@@ -391,15 +399,19 @@ def states_sent(world: World) -> tuple[int, int]:
 def test_state_is_sent_through_the_host_without_its_storage(
     pool: Launcher,
 ) -> None:
-    """As they were, they came back on the GPUs that they were sent from, and the sum of two
-    failed.
+    """Earlier, tensors were sent as they were and came back on the GPUs of their senders.
+
+    The sum of two of them then failed.
     """
     for stored, told in pool.run(states_sent, size=2):
         assert stored == told
 
 
 def test_received_state_keeps_its_device() -> None:
-    """A fused Adam's step is a tensor without dimensions on the GPU, and stayed on the host."""
+    """The step of a fused Adam is a tensor without dimensions on the GPU.
+
+    Earlier, a received step stayed on the host.
+    """
     parameter = nn.Parameter(torch.empty(2, device="meta"))
     here: dict[str, Any] = {"step": torch.tensor(3.0), "m": torch.ones(2), "seen": 4}
     for capturable, before, where in (
@@ -420,7 +432,7 @@ def test_received_state_keeps_its_device() -> None:
 
 
 class Counting(torch.optim.SGD):
-    """As MADGRAD: counts its steps under a name of its own."""
+    """An SGD that counts its steps under its own name in the state, as MADGRAD does."""
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         self.state["k"] = self.state.get("k", torch.zeros(())) + 1  # type: ignore[index]
@@ -428,7 +440,7 @@ class Counting(torch.optim.SGD):
 
 
 class Adapting(torch.optim.SGD):
-    """As Prodigy: has a number in its groups that follows the gradients."""
+    """An SGD with a number in its group that follows the gradients, as Prodigy has."""
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         group = self.param_groups[0]
@@ -449,8 +461,9 @@ def counted_at_the_end(world: World, text: str) -> tuple[float, list[float]]:
 
 @pytest.mark.parametrize("text", ["local(2, every=2)", "local(2, every=2) * place(2)", "data(2)"])
 def test_optimizer_attributes_outside_of_state_are_kept(text: str) -> None:
-    """It was taken for a parameter's, after the last step of a loop: a KeyError; where the
-    model was cut it was forgotten.
+    """Earlier, the count was taken for the state of a parameter.
+
+    This raised a KeyError after the last step of a loop. If the model was cut, the count was lost.
     """
     with Launcher(4) as four:
         found = four.run(counted_at_the_end, text, size=resolved(text).size)
@@ -460,7 +473,7 @@ def test_optimizer_attributes_outside_of_state_are_kept(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["serial", "local(2, every=2)"])
 def test_state_that_cannot_be_saved_is_named(tmp_path: Path, text: str) -> None:
-    """It said KeyError: 'k'."""
+    """Earlier, the message was only: KeyError: 'k'."""
     made = vectors(optimizer=functools.partial(Counting, lr=0.1))
     with pytest.raises(
         pg.RankFailed,
@@ -470,7 +483,10 @@ def test_state_that_cannot_be_saved_is_named(tmp_path: Path, text: str) -> None:
 
 
 def test_different_optimizer_settings_are_reported(tmp_path: Path) -> None:
-    """Of what a checkpoint has one, the first worker's is as good as another's, and no more."""
+    """A checkpoint has one copy of the optimizer's settings, that of the first worker.
+
+    If workers differ, the first one's settings are as good as another's, and the record reports it.
+    """
     run = pg.train(
         vectors(optimizer=functools.partial(Adapting, lr=0.1)),
         "local(2, every=2)",
@@ -491,10 +507,12 @@ def test_different_optimizer_settings_are_reported(tmp_path: Path) -> None:
     ]
 
 
-# ---- what saving sends -----------------------------------------------------------------------
+# ---- bytes of saving -------------------------------------------------------------------------
 def test_bytes_of_saving_are_recorded_apart(tmp_path: Path) -> None:
-    """It counted as for a test, and of a checkpoint in the middle of an epoch no line had it;
-    states, which are as long as the weights, nobody counted.
+    """The record has the bytes of each checkpoint in a line of its own.
+
+    Earlier, they counted as bytes of a test. For a checkpoint in the middle of an epoch, no line
+    had them. Optimizer states, which are as long as the weights, were not counted.
     """
     made = vectors(test=VECTORS, optimizer=functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9))
     run = pg.train(made, "local(2, every=4, reduce=ring)", runs=tmp_path, save=2)
@@ -503,7 +521,7 @@ def test_bytes_of_saving_are_recorded_apart(tmp_path: Path) -> None:
         lines = Record(run.folder).select_lines("checkpoint", rank)
         assert [line["step"] for line in lines] == [2, 4, 6, 8, 9]
         sent = [line["sent"]["checkpoints"]["bytes"] for line in lines]
-        # they have just met: what they say of themselves, and states
+        # the replicas have just averaged, so they send only a few numbers and states
         numbers = sent[3] - rank * weights
         assert 0 < numbers < 100
         assert sent[0] == sent[2] == sent[4] == numbers + weights + rank * weights
@@ -512,9 +530,9 @@ def test_bytes_of_saving_are_recorded_apart(tmp_path: Path) -> None:
         ] * 3
 
 
-# ---- rates -----------------------------------------------------------------------------------
+# ---- learning rates --------------------------------------------------------------------------
 def rated(world: World, by_test: bool) -> float:
-    """A rate that falls with the loss: of a step, or of a test."""
+    """Train with a learning rate that follows the loss of each step, or of each test."""
     model = mlp()
     optimizer = plain(model.parameters())
     with pg.parallelize(model, functional.cross_entropy, optimizer, "local(2, every=2)") as trainer:
@@ -525,8 +543,9 @@ def rated(world: World, by_test: bool) -> float:
 
 
 def test_learning_rates_by_local_loss_are_reported() -> None:
-    """Right under data(n); under local replicas went on with other rates for good, without a
-    word.
+    """A rate by the loss of a step is right under data(n), but not under local.
+
+    Earlier, replicas went on with different rates for ever, and nothing was reported.
     """
     with Launcher(2) as two:
         one, other = two.run(rated, True, size=2)

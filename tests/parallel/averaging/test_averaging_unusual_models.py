@@ -1,6 +1,7 @@
-"""What trained wrongly, or ended without a sentence, where weights are averaged: models and
-optimizers that are not the same each time they are asked, parameters that forwards replace,
-tensors that are not dense.
+"""Unusual models under averaging, which earlier trained wrongly or failed without a message.
+
+Their values or objects change from call to call, their forwards replace parameters, or their
+tensors are not dense.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Made(nn.Linear):
 
 
 class Swapped(nn.Linear):
-    """Puts another parameter in the place of one, in its second training forward."""
+    """Replaces its weight by another parameter in its second training forward."""
 
     def __init__(self) -> None:
         super().__init__(10, 4)
@@ -83,8 +84,9 @@ class Swapped(nn.Linear):
 @pytest.mark.parametrize("text", [LOCAL, FEDERATED])
 @pytest.mark.parametrize(("model", "name"), [(Tied, "other.weight"), (Made, "late")])
 def test_replaced_parameter_is_found_at_start(model: Any, name: str, text: str) -> None:
-    """A KeyError in the first meeting; and one that was made was trained under federated, on
-    some workers.
+    """Earlier, the first average raised a KeyError.
+
+    Under federated, a parameter that a forward made was trained on some workers only.
     """
     with pytest.raises(pg.Refused, match=f"replaces, ties or makes {name}; do that in __init__"):
         validate_run(of(model), text)
@@ -92,16 +94,19 @@ def test_replaced_parameter_is_found_at_start(model: Any, name: str, text: str) 
 
 @pytest.mark.parametrize("text", [LOCAL, "federated(2, clients=5, fraction=0.7)"])
 def test_late_replacement_of_a_parameter_is_found(text: str, tmp_path: Path) -> None:
-    """It was neither put back nor told: another training with each number of workers."""
+    """Earlier, the replacement was neither undone nor reported.
+
+    So the training was different with each number of workers.
+    """
     with pytest.raises(
         pg.RankFailed, match="tensor weight: a forward put another parameter in its place"
     ):
         pg.train(of(Swapped), text, runs=tmp_path)
 
 
-# ---- jobs that are not the same when they are asked again ------------------------------------
+# ---- jobs that change from call to call ------------------------------------------------------
 class Outside:
-    """What it keeps in a list, or counts for all, nobody puts back."""
+    """A counter in a list, and another in the class. Neither is restored between clients."""
 
     every = 0
 
@@ -129,7 +134,7 @@ class Globally(nn.Linear):
 
 
 class Turning(Dataset):
-    """Its samples change whenever one is read."""
+    """A dataset whose samples change with each read."""
 
     read = 0
 
@@ -177,8 +182,9 @@ def once(parameters: Any) -> torch.optim.Optimizer:
     ids=["a list", "a global", "a dataset", "a collate", "hooks", "the same optimizer"],
 )
 def test_unrestorable_client_state_is_refused(made: pg.Job, says: str) -> None:
-    """It went from one client to the next one on its worker, in silence: with each number of
-    workers another training.
+    """Earlier, such state went silently from one client to the next one on the same worker.
+
+    So the training was different with each number of workers.
     """
     with pytest.raises(pg.Refused, match=says):
         validate_run(made, FEDERATED)
@@ -200,7 +206,7 @@ def test_hooks_of_the_model_are_accepted(tmp_path: Path) -> None:
 
 # ---- tensors ---------------------------------------------------------------------------------
 class Empty(nn.Linear):
-    """Its first parameter has no elements: there was no bucket for it."""
+    """A linear layer whose first parameter has no elements. Earlier, it had no bucket."""
 
     def __init__(self) -> None:
         super().__init__(10, 4)
@@ -223,7 +229,10 @@ def test_parameter_without_elements(text: str, tmp_path: Path) -> None:
 
 
 class Graph(nn.Linear):
-    """A sparse matrix, as a graph's neighbours, where it is to be kept."""
+    """A linear layer with a sparse matrix, such as the neighbours in a graph.
+
+    The matrix is a buffer or a plain attribute.
+    """
 
     def __init__(self, buffer: bool) -> None:
         super().__init__(10, 4)
@@ -236,8 +245,10 @@ class Graph(nn.Linear):
 
 @pytest.mark.parametrize("text", ["serial", FEDERATED])
 def test_sparse_tensor(text: str, tmp_path: Path) -> None:
-    """Nothing said what it was: the door compared it by an operation that there is for dense
-    ones alone.
+    """A sparse buffer is refused with its name; a sparse attribute is accepted.
+
+    Earlier, validation compared the buffer by an operation that exists for dense tensors only. The
+    message did not name the problem.
     """
     with pytest.raises(
         pg.Refused, match="near is sparse, and no file of a trained model holds that"
@@ -255,7 +266,7 @@ def test_nondeterministic_model_construction_is_reported(tmp_path: Path) -> None
 
 # ---- rounds ----------------------------------------------------------------------------------
 def test_number_of_rounds_is_computed_without_drawing() -> None:
-    """The door was silent for minutes."""
+    """Earlier, validation drew the clients of all rounds, which took minutes without a message."""
     found = ClientRounds(assign_samples(100, 20, 7), SampleOrder(100, 4, 7), 2, 3, 1, 1, 10**9)
     assert not found.has_varying_steps
     assert (found.round_starts[10**6], found.round_starts[-1]) == (6 * 10**6, 6 * 10**9)

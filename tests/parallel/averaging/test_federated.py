@@ -1,6 +1,4 @@
-"""federated: clients with samples of their own train in rounds, and their weights are
-averaged.
-"""
+"""federated: clients train on their own samples in rounds, and their weights are averaged."""
 
 from __future__ import annotations
 
@@ -79,7 +77,7 @@ def rounds_of(made: pg.Job, text: str) -> ClientRounds:
 
 
 def without(rounds: ClientRounds, *lost: int) -> ClientRounds:
-    """The same, where these clients take no part."""
+    """Return the same rounds without these clients."""
 
     class Left(ClientRounds):
         def plan_turns(self, number: int) -> list[ClientTurn]:
@@ -98,8 +96,9 @@ def without(rounds: ClientRounds, *lost: int) -> ClientRounds:
 
 # ---- it is federated averaging ---------------------------------------------------------------
 def averaged(made: pg.Job, rounds: ClientRounds) -> State:
-    """As McMahan et al. write it, in a loop of plain torch. Which samples, whose turn and which
-    order are the rounds'.
+    """Train by federated averaging as McMahan et al. write it, in a loop of plain torch.
+
+    The rounds say which clients train, on which samples, and in which order.
     """
     model = made.build_model()
     for number in range(rounds.count):
@@ -143,8 +142,9 @@ def averaged(made: pg.Job, rounds: ClientRounds) -> State:
 def test_federated_averaging_equals_its_formula(
     tmp_path: Path, text: str, changes: dict[str, Any]
 ) -> None:
-    """29 samples: clients have unequal numbers of them. With a fraction of 0.1 of 9 clients it
-    is one a round, so a worker has nothing to do.
+    """With 29 samples, clients have unequal numbers of samples.
+
+    With a fraction of 0.1 of 9 clients, each round has one client, so a worker has nothing to do.
     """
     made = vectors(**changes)
     found, _ = trained(made, text, tmp_path)
@@ -154,7 +154,7 @@ def test_federated_averaging_equals_its_formula(
 
 
 def test_one_client_with_all_samples_is_serial(tmp_path: Path) -> None:
-    """Of plain SGD, which has no state to begin afresh; dropout too."""
+    """This holds for plain SGD, which has no state that a round resets, and also with dropout."""
     made = JOBS["dropout"].replace(dtype=torch.float64, optimizer=plain, epochs=3)
     serial, _ = trained(made, "serial", tmp_path / "serial")
     found, record = trained(made, "federated(1, clients=1)", tmp_path / "federated")
@@ -164,8 +164,9 @@ def test_one_client_with_all_samples_is_serial(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_nonlinear_hook_sees_the_gradient_of_a_client_batch(tmp_path: Path, workers: int) -> None:
-    """With two workers a hook that clips saw the sum over the batch: another training than with
-    one.
+    """Earlier, with two workers, a hook that clips saw the sum over the batch.
+
+    So the training was different from that with one worker.
     """
     made = vectors(model=Clamped)
     text = f"federated({workers}, clients=3, fraction=1.0, rounds=2)"
@@ -197,7 +198,7 @@ def test_number_of_workers_does_not_matter(tmp_path: Path, name: str) -> None:
     assert not close(one, dict(begun), 1e-3)
 
 
-# ---- what crosses ----------------------------------------------------------------------------
+# ---- what is sent ----------------------------------------------------------------------------
 COLLECTIVES = (
     "all_reduce",
     "all_gather",
@@ -213,7 +214,7 @@ COLLECTIVES = (
 def listening(
     world: World, checked: ValidatedRun, folder: Path, origin: float
 ) -> list[tuple[str, int]]:
-    """Every collective of a world that a rank makes in rounds: (which, bytes that it gives)."""
+    """Return (name, bytes of its tensors) of each collective that this rank calls in its rounds."""
     heard: list[tuple[str, int]] = []
 
     class Heard(RoundTraining):
@@ -245,8 +246,10 @@ def listening(
 
 @pytest.mark.parametrize("reduce", ["star", "ring", "native"])
 def test_only_weights_and_counts_are_sent(pool: Launcher, tmp_path: Path, reduce: str) -> None:
-    """By the record, in the closed form of each; and by every collective that a rank makes in a
-    round. A test adds up two numbers.
+    """In a round, ranks send only weights and counts; a test adds up two numbers.
+
+    The bytes in the record equal the closed form of each all-reduce. The collectives that each rank
+    calls say the same.
     """
     made = vectors(test=VECTORS)
     checked = validate_run(
@@ -264,7 +267,7 @@ def test_only_weights_and_counts_are_sent(pool: Launcher, tmp_path: Path, reduce
                 found = sent[kind]["bytes"]
                 if reduce == "star":
                     assert found == (2 * whole if rank == 0 else whole)
-                # a ring of parts of whole numbers: of four, three parts are 2, 1 and 1
+                # parts of a ring have whole elements: of four elements, three parts have 2, 1 and 1
                 else:
                     assert abs(found - 4 / 3 * whole) <= 2 * 8
                 assert sent[kind]["computed"] == (reduce == "native")
@@ -273,9 +276,12 @@ def test_only_weights_and_counts_are_sent(pool: Launcher, tmp_path: Path, reduce
         assert heard[rank] == [*one, ("all_reduce", 16)] * 2
 
 
-# ---- who is lost -----------------------------------------------------------------------------
+# ---- lost clients ----------------------------------------------------------------------------
 class Poisoned(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
-    """The vectors, of which some raise, or are infinite, where they are trained on."""
+    """The vectors, some of which raise an error or are infinite.
+
+    In the main process, which checks the job, all of them are valid.
+    """
 
     def __init__(self, raising: list[int], infinite: list[int]) -> None:
         self.raising = raising
@@ -325,7 +331,7 @@ def test_mean_is_over_the_clients_that_returned(tmp_path: Path, workers: int) ->
 def test_lost_clients_are_in_the_summary(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Workers wrote it into their records, and the run told nobody."""
+    """Earlier, workers wrote lost clients into their records, but the run did not report them."""
     text = "federated(3, clients=5, fraction=1.0, rounds=2)"
     rounds = rounds_of(vectors(), text)
     poisoned = Poisoned([int(rounds.clients[1][2])], [int(rounds.clients[4][4])])
@@ -352,7 +358,7 @@ def test_round_without_clients_is_in_the_summary_once(tmp_path: Path) -> None:
 
 
 class Stuck(Poisoned):
-    """Of which one never comes, where it is trained on."""
+    """The vectors, some of which are never loaded, except in the main process."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if index in self.raising and os.getpid() != self.door:
@@ -363,8 +369,10 @@ class Stuck(Poisoned):
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("loaders", [0, 1])
 def test_missing_sample_loses_the_client_and_not_the_run(tmp_path: Path, loaders: int) -> None:
-    """Its worker waited for it as long as the others for the worker, 4 s: who gave up first was
-    luck.
+    """The worker stops waiting for the sample after 2 s, and loses only this client.
+
+    Earlier, it waited for the sample for 4 s, as long as the others waited for the worker. It was
+    chance which of them gave up first.
     """
     text = "federated(2, clients=5, fraction=1.0, rounds=1)"
     rounds = rounds_of(vectors(), text)
@@ -382,7 +390,10 @@ def test_missing_sample_loses_the_client_and_not_the_run(tmp_path: Path, loaders
 
 
 class Disconnected(nn.Module):
-    """Asks somebody else, who hangs up where a vector is among a batch."""
+    """A model whose forward raises a connection error if the batch contains a marked vector.
+
+    In the main process, the forward is always valid.
+    """
 
     def __init__(self, door: int, marked: list[int]) -> None:
         super().__init__()
@@ -400,8 +411,9 @@ class Disconnected(nn.Module):
 
 
 def test_broken_connection_of_a_client_loses_only_that_client(tmp_path: Path) -> None:
-    """Its worker took it for the world's, and closed its connections to the other workers: they
-    failed with it.
+    """Earlier, the worker took this error for one of its own connections.
+
+    It closed its connections to the other workers, which then failed too.
     """
     text = "federated(2, clients=5, fraction=1.0, rounds=2)"
     rounds = rounds_of(vectors(), text)
@@ -412,7 +424,7 @@ def test_broken_connection_of_a_client_loses_only_that_client(tmp_path: Path) ->
 
 
 class Resizing(nn.Module):
-    """Makes a buffer anew, of another size, where a vector is among a batch."""
+    """A model that resizes a buffer if the batch contains a marked vector."""
 
     def __init__(self, size: int, marked: list[int]) -> None:
         super().__init__()
@@ -429,8 +441,10 @@ class Resizing(nn.Module):
 
 @pytest.mark.parametrize("size", [7, 1])
 def test_lost_client_adds_nothing_to_the_mean(tmp_path: Path, size: int) -> None:
-    """Its weights were added, then its buffer of seven failed to be, to one of five: it was
-    lost, and still in the mean. A buffer of one was added to all five.
+    """Earlier, the weights of such a client were added to the sum before its buffer was.
+
+    A buffer of seven elements could not be added to one of five. So the client was lost, but its
+    weights were in the mean. A buffer of one element was added to all five.
     """
     text = "federated(2, clients=5, fraction=1.0, rounds=2)"
     rounds = rounds_of(vectors(), text)
@@ -486,7 +500,7 @@ def test_round_without_clients_keeps_weights_and_may_end_run(
 
 
 def averaged_but(made: pg.Job, rounds: ClientRounds) -> State:
-    """The same where a round may have nobody: its weights stay."""
+    """Return the same average, where a round without clients keeps the weights."""
 
     class Some(ClientRounds):
         def plan_turns(self, number: int) -> list[ClientTurn]:
@@ -514,10 +528,11 @@ def averaged_but(made: pg.Job, rounds: ClientRounds) -> State:
     )
 
 
-# ---- what else a model has -------------------------------------------------------------------
+# ---- other state of a model ------------------------------------------------------------------
 class Keeping(nn.Module):
-    """Counts its forwards in a buffer, in Python and in a flag; a frozen copy follows the
-    weights.
+    """A model that counts its forwards in a buffer and in Python, and sets flags.
+
+    A frozen copy follows the weights.
     """
 
     def __init__(self) -> None:
@@ -541,8 +556,9 @@ class Keeping(nn.Module):
 
 
 def test_integers_become_the_nearest_mean_and_python_resets(tmp_path: Path) -> None:
-    """What a client counted in Python went on in the next one on its worker, and it mattered
-    how many workers there were.
+    """Earlier, the Python counter of a client went on in the next client on its worker.
+
+    So the result depended on the number of workers.
     """
     made = vectors(model=Keeping, train=torch.utils.data.Subset(VECTORS, range(28)), batch=3)
     text = "clients=3, fraction=1.0, rounds=2"
@@ -551,14 +567,14 @@ def test_integers_become_the_nearest_mean_and_python_resets(tmp_path: Path) -> N
         for workers in (1, 2, 3)
     )
     assert all(close(one, other) for other in others)
-    # 10, 9 and 9 samples in batches of 3: 4, 3 and 3 in each of two rounds, of which the mean
-    # by samples is 3.36
+    # clients of 10, 9 and 9 samples have 4, 3 and 3 batches of 3 in each of two rounds; their mean,
+    # weighted by samples, is 3.36
     assert int(one["count"]) == 3 + 3
     assert torch.equal(one["constants"], Keeping().constants.double())
 
 
 class Centred(nn.Module):
-    """A loss that follows what it sees, as DINO's does its centre, and counts in Python."""
+    """A loss whose centre follows the outputs, as in DINO. It also counts its calls in Python."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -574,7 +590,7 @@ class Centred(nn.Module):
 
 
 def centred(made: pg.Job, rounds: ClientRounds) -> State:
-    """The same in plain torch."""
+    """Train with this loss by federated averaging, in plain torch."""
     model = made.build_model()
     center = torch.zeros(4, dtype=torch.float64)
     for number in range(rounds.count):
@@ -610,8 +626,9 @@ def centred(made: pg.Job, rounds: ClientRounds) -> State:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_loss_buffers_are_averaged(tmp_path: Path, workers: int) -> None:
-    """It was as at the very beginning for every client of every round, and nobody said so. What
-    it keeps in Python still is.
+    """Earlier, the loss had its initial buffers for every client of every round, without a report.
+
+    Its Python state is still the initial one for each client, and the record reports it.
     """
     made = vectors(loss=Centred())
     text = f"federated({workers}, clients=3, fraction=1.0, rounds=3)"
@@ -622,8 +639,9 @@ def test_loss_buffers_are_averaged(tmp_path: Path, workers: int) -> None:
 
 
 class Anchored(torch.optim.SGD):
-    """Keeps the weights that it begins with, and pulls to them: a client stays near the round's
-    (FedProx, Li et al. 2020).
+    """An SGD that keeps the weights with which it begins, and pulls towards them.
+
+    So a client stays near the weights of its round (FedProx, Li et al. 2020).
     """
 
     def __init__(self, parameters: Any, lr: float = 0.1) -> None:
@@ -639,7 +657,10 @@ class Anchored(torch.optim.SGD):
 
 
 def test_optimizer_may_keep_the_initial_weights_of_a_client(tmp_path: Path) -> None:
-    """It was made before the weights were put back, and kept those of the client before."""
+    """Earlier, the optimizer was made before the weights were restored.
+
+    So it kept the weights of the client before.
+    """
     made = vectors(optimizer=Anchored)
     text = "clients=5, fraction=0.6, rounds=3, local_epochs=2"
     one, *others = (
@@ -665,8 +686,9 @@ def images(**changes: Any) -> pg.Job:
 
 
 def test_scheduler_advances_by_samples_between_rounds(tmp_path: Path) -> None:
-    """Halved after every two steps of serial: an epoch of 29 samples is 8 of them, a round of
-    half of the clients 4.
+    """The rate is halved after every two serial steps.
+
+    An epoch of 29 samples has 8 serial steps, and a round of half of the clients has 4.
     """
     made = vectors(scheduler=stepped, scheduler_every="step", epochs=2)
     _, record = trained(made, "federated(2, clients=4, fraction=0.5)", tmp_path)
@@ -689,7 +711,7 @@ def warming(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSche
 
 
 def test_round_with_zero_learning_rate_is_reported(tmp_path: Path) -> None:
-    """A warm-up from 0, of which serial has one step at 0, and clients a whole round."""
+    """In a warm-up from 0, serial makes one step with a rate of 0, but clients a whole round."""
     run = pg.train(
         vectors(scheduler=warming, scheduler_every="step", epochs=1),
         "federated(2, clients=4, fraction=0.5)",
@@ -704,8 +726,9 @@ def test_round_with_zero_learning_rate_is_reported(tmp_path: Path) -> None:
 def test_resumed_scheduler_is_moved_to_the_round_boundary(
     tmp_path: Path,
 ) -> None:
-    """Saved after 7 steps of serial, it goes on with the round behind 8 of them: the eighth was
-    never made, and all rates that followed were behind for good.
+    """A run that was saved after 7 serial steps continues with the round that begins after 8.
+
+    Earlier, the scheduler never made its eighth step, so all later rates were one step late.
     """
     made = vectors(scheduler=stepped, scheduler_every="step", epochs=2)
     _, saved = trained(made, "serial", tmp_path, save=7, limit=7)
@@ -751,9 +774,10 @@ def test_resume_between_rounds_is_bit_equal(tmp_path: Path) -> None:
 
 
 def test_rounds_shorter_than_a_serial_step_are_saved(tmp_path: Path) -> None:
-    """Checkpoints are called by the steps of serial. Of rounds with as many behind them the
-    first alone was saved, so the last one was lost, and of those that were left the door said
-    that there were none.
+    """Checkpoints are named by serial steps, and several rounds can have the same number of them.
+
+    Earlier, only the first of these rounds was saved, so the last one was lost. On resume,
+    validation said that no rounds were left.
     """
     made = vectors()
     text = "federated(2, clients=20, fraction=0.05, rounds={})"
@@ -777,7 +801,7 @@ def test_rounds_shorter_than_a_serial_step_are_saved(tmp_path: Path) -> None:
 
 
 def test_validation_counts_rounds_and_names_the_option(tmp_path: Path) -> None:
-    """It said to give more epochs, which do not count where rounds are given."""
+    """Earlier, the message asked for more epochs, which do not count if rounds are given."""
     made = vectors()
     text = "federated(2, clients=4, fraction=0.5{})"
     _, first = trained(made, text.format(", rounds=4"), tmp_path, save=1)
@@ -798,8 +822,8 @@ def test_validation_counts_rounds_and_names_the_option(tmp_path: Path) -> None:
 
 
 def test_checkpoints_resume_to_and_from_other_strategies(tmp_path: Path) -> None:
-    """Under serial names, at the step that serial would have come to over as many samples."""
-    # 23 steps an epoch
+    """A checkpoint has serial names, and the step that serial reaches after as many samples."""
+    # an epoch has 23 steps
     made = images(epochs=1)
     text = "federated(2, clients=4, fraction=0.5)"
     _, first = trained(made, text, tmp_path, save=1, limit=11)
@@ -807,7 +831,7 @@ def test_checkpoints_resume_to_and_from_other_strategies(tmp_path: Path) -> None
     for other in ("serial", "data(2)"):
         _, record = trained(made, other, tmp_path, resume=first.folder)
         assert len(record.group_step_lines()) == 12
-        assert record.sample_count.epochs == 0  # of whose beginning nothing is known
+        assert record.sample_count.epochs == 0  # the beginning of the epoch is unknown
         _, theirs = trained(made, other, tmp_path, save=7, limit=14)
         _, record = trained(made, text, tmp_path, resume=theirs.folder)
         # the second round begins after 11 steps
@@ -822,8 +846,9 @@ def test_checkpoints_resume_to_and_from_other_strategies(tmp_path: Path) -> None
 
 
 def test_step_limit_counts_serial_steps_after_a_resume(tmp_path: Path) -> None:
-    """It was compared with the batches of clients: 12 in the first round, which is as long as
-    11 steps of serial.
+    """Earlier, the limit was compared with the number of client batches.
+
+    The first round has 12 of them, and is as long as 11 serial steps.
     """
     made = images(epochs=2)
     text = "federated(2, clients=4, fraction=0.5)"
@@ -856,7 +881,7 @@ def test_stop_request_is_handled_at_a_round_boundary(pool: Launcher, tmp_path: P
     assert [line["epoch"] for line in record.select_lines("epoch")] == [1, 2]
 
 
-# ---- refused, and what is no question here ---------------------------------------------------
+# ---- refusals, the record, and comparisons with serial ---------------------------------------
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -877,7 +902,7 @@ def test_invalid_input_is_refused_with_the_repair(text: str, says: str) -> None:
 
 
 class Wrapped(nn.Linear):
-    """Its weight is two tensors in one, as a quantised one's is."""
+    """A linear layer whose weight is two tensors in one, like a quantized weight."""
 
     def __init__(self) -> None:
         super().__init__(10, 4)
@@ -885,8 +910,9 @@ class Wrapped(nn.Linear):
 
 
 def test_hidden_tensors_are_refused() -> None:
-    """They were not put back before a client, which went on from the one before it on its
-    worker.
+    """Earlier, such tensors were not restored before a client.
+
+    So the client continued from the client before it on its worker.
     """
     with pytest.raises(
         pg.Refused, match=r"weight is a TwoTensor, .*; make it a plain tensor, or train"
@@ -944,13 +970,14 @@ def test_record_has_every_step_of_every_client(tmp_path: Path) -> None:
         "0 missed"
     )
     assert record.sent_per_step["weights"]["bytes"] == round(3 * 8 * 244 / rounds.round_starts[-1])
-    # of a client, which has gone
+    # the optimizer of a client, which does not exist any more
     assert record.memory["optimizer"] == 8 * 244
 
 
 def test_comparison_judges_federated_by_its_test_score(tmp_path: Path) -> None:
-    """A step of a client is none of serial's: no difference, no speed-up, and nothing is
-    missing.
+    """A step of a client is not a serial step, so there is no difference and no speed-up.
+
+    Nothing is reported as missing.
     """
     found = pg.compare(
         images(epochs=20),

@@ -1,4 +1,4 @@
-"""local: every worker steps alone, and weights are averaged every so many steps."""
+"""local: each worker makes its own steps, and weights are averaged every few steps."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm")]
 State = dict[str, Tensor]
 plain = functools.partial(torch.optim.SGD, lr=0.1)
 heavy = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-STEPS = 7  # of the vectors 3 are an epoch; its last batch has 5 samples
+STEPS = 7  # an epoch has 3 steps, the last of them with 5 samples
 
 
 def vectors(**changes: Any) -> pg.Job:
@@ -61,7 +61,7 @@ def copied(tensors: Mapping[str, Tensor]) -> State:
 
 
 def both(trainer: Trainer) -> tuple[State, State]:
-    """(what the run stands for, what this rank has)."""
+    """Return (the state of the whole run, the state of this rank)."""
     return copied(trainer.state()), copied(trainer.model.state_dict())
 
 
@@ -70,7 +70,7 @@ def stands(trainer: Trainer) -> State:
 
 
 def steps_of(world: World, made: pg.Job, chosen: Strategy, steps: int) -> list[tuple[State, State]]:
-    """Both, before the first step of all and after each."""
+    """Return both states before the first step and after each step."""
     begun = copied(made.build_model_to_train().state_dict())
     return [(begun, begun), *seen(world, made, chosen, steps, both)]
 
@@ -86,7 +86,7 @@ def close(one: State, other: State, within: float = 1e-10) -> bool:
     return all(torch.allclose(one[name], other[name], rtol=0, atol=within) for name in one)
 
 
-# ---- it is serial's, where it can be ---------------------------------------------------------
+# ---- equal to serial, where possible ---------------------------------------------------------
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "text",
@@ -104,9 +104,10 @@ def close(one: State, other: State, within: float = 1e-10) -> bool:
     ],
 )
 def test_averaging_after_every_sgd_step_is_serial(pool: Launcher, text: str) -> None:
-    """Weighted by samples: of the last batch of 5 four workers have 2, 1, 1 and 1. Elastic with
-    a pull of 1/2 on two replicas has its centre in their mean, but replicas do not meet in
-    it.
+    """The mean is weighted by samples: of the last batch of 5, four workers have 2, 1, 1 and 1.
+
+    Under elastic with a pull of 1/2 on two replicas, the centre is their mean. The replicas
+    themselves do not become equal to it.
     """
     chosen = resolved(text)
     found = pool.run(
@@ -144,7 +145,7 @@ def test_replicas_differ_between_averagings_and_agree_after(pool: Launcher) -> N
             name: sum(own[name] * weight for own, weight in zip(owns, (4, 4, 4), strict=True)) / 12
             for name in owns[0]
         }
-        # until the short batch all have as many samples
+        # before the short batch, all replicas have equal numbers of samples
         if step < 3:
             assert close(stands[0], mean)  # type: ignore[arg-type]
 
@@ -153,7 +154,7 @@ def wide() -> nn.Module:
     return nn.Sequential(nn.Linear(10, 220), nn.Tanh(), nn.Linear(220, 4))
 
 
-LARGE = "0.weight"  # of that: 2,200 numbers; the others are sent as they are
+LARGE = "0.weight"  # 2,200 numbers; int8 sends the smaller tensors as they are
 
 
 @pytest.mark.sample(3)
@@ -169,9 +170,10 @@ LARGE = "0.weight"  # of that: 2,200 numbers; the others are sent as they are
 )
 @pytest.mark.parametrize("compressor", ["int8", "bf16", "fp16"])
 def test_weight_changes_may_be_compressed(pool: Launcher, text: str, compressor: str) -> None:
-    """Up to where they first meet it is the same training, and there the mean is off by what
-    the compressor rounds of moves, which for bfloat16 is a 256th of them; replicas are equal to
-    the bit where the outer says so.
+    """Until the first average, compressed training equals exact training.
+
+    Then the mean differs by the rounding of the weight changes, which for bfloat16 is a 256th of
+    them. Replicas are bit-equal, except under elastic.
     """
     if "reduce" in text and compressor == "int8":
         with pytest.raises(pg.Refused, match="local: an all-reduce cannot add what int8 sends"):
@@ -234,7 +236,7 @@ def test_error_feedback_is_for_gradients(compressor: str) -> None:
 
 
 def test_synchronous_first_steps_equal_data(pool: Launcher) -> None:
-    """Post-local SGD: with momentum, whose state all replicas then share."""
+    """Post-local SGD: the first steps equal data(n). Replicas then share the momentum's state."""
     local, data = (
         steps_on(pool, vectors(optimizer=heavy), text)
         for text in ("local(2, every=2, after=3)", "data(2)")
@@ -245,9 +247,7 @@ def test_synchronous_first_steps_equal_data(pool: Launcher) -> None:
 
 
 def beside_plain(world: World, made: pg.Job) -> bool:
-    """An epoch in which this replica steps alone, and a loop of plain torch over the same
-    shares: are they one?
-    """
+    """Return whether an epoch of this replica equals a loop of plain torch over the same shares."""
     trainer = Trainer.build_for_job(world, made, resolved("local(2, every=end)"))
     model = made.build_model_to_train()
     optimizer = made.optimizer(model.parameters())
@@ -264,22 +264,26 @@ def beside_plain(world: World, made: pg.Job) -> bool:
 
 
 def test_nonlinear_hook_sees_the_gradient_of_its_share(pool: Launcher) -> None:
-    """A hook that clips saw the sum over a replica's share, by whose mean the replica steps."""
+    """A hook sees the mean over the replica's share, by which the replica steps.
+
+    Earlier, a hook that clips saw the sum over the share.
+    """
     assert pool.run(beside_plain, vectors(model=Clamped), size=2) == [True, True]
 
 
-# ---- beside others' --------------------------------------------------------------------------
+# ---- compared with other implementations -----------------------------------------------------
 def torchs(world: World, made: pg.Job, steps: int, every: int, after: int) -> State:
-    """torch's own post-local SGD, over the same shares: gradients are averaged in its hook's
-    place in the first steps.
+    """Train by torch's own post-local SGD over the same shares.
+
+    In the first steps, gradients are averaged here, in the place of torch's hook.
     """
-    with warnings.catch_warnings(action="ignore"):  # torch's own, of torch.jit
+    with warnings.catch_warnings(action="ignore"):  # torch warns about torch.jit
         from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
         from torch.distributed.optim import PostLocalSGDOptimizer
     model = made.build_model_to_train()
     averager = PeriodicModelAverager(period=every, warmup_steps=after + every - 1)
     optimizer = PostLocalSGDOptimizer(made.optimizer(model.parameters()), averager)
-    # for its batches
+    # only its batches are used
     trainer = Trainer.build_for_job(world, made, resolved("local(2, every=end)"))
     try:
         batches = (
@@ -302,8 +306,10 @@ def torchs(world: World, made: pg.Job, steps: int, every: int, after: int) -> St
 
 
 def test_local_sgd_equals_torch_post_local_sgd(pool: Launcher) -> None:
-    """Whose averages count all replicas alike: batches are even here. It averages after the
-    first step from `warmup_steps` on, ours after `every` steps alone.
+    """torch weights all replicas equally, so batches are even here.
+
+    torch averages after the first step from `warmup_steps` on. paragrad averages only after `every`
+    local steps.
     """
     made = vectors(optimizer=heavy, train=torch.utils.data.Subset(VECTORS, range(24)))
     for after, every in ((0, 3), (2, 2)):
@@ -317,14 +323,14 @@ def test_local_sgd_equals_torch_post_local_sgd(pool: Launcher) -> None:
 
 
 def test_outer_step_equals_torch_nesterov_sgd(pool: Launcher) -> None:
-    """DiLoCo: the gradient of an outer step is how far the mean came from the centre."""
+    """In DiLoCo, the gradient of an outer step is the centre minus the mean of the replicas."""
     ranks = steps_on(pool, vectors(), "local(2, every=2, outer=nesterov(lr=0.5, momentum=0.8))", 6)
     begun = ranks[0][0][1]
     centre = {name: nn.Parameter(each.clone()) for name, each in begun.items()}
     outer = torch.optim.SGD(centre.values(), lr=0.5, momentum=0.8, nesterov=True)
     for meeting in (2, 4, 6):
-        # the mean just before the meeting: of replicas that begin at the centre and make two
-        # steps by themselves
+        # the mean just before the average, of replicas that begin at the centre and make two local
+        # steps
         means = pool.run(
             alone_from,
             vectors(),
@@ -339,9 +345,7 @@ def test_outer_step_equals_torch_nesterov_sgd(pool: Launcher) -> None:
 
 
 def alone_from(world: World, made: pg.Job, begun: State, first: int) -> State:
-    """The mean of two replicas, weighted by samples, after two steps on their own from some
-    weights.
-    """
+    """Return the mean of two replicas, weighted by samples, after two local steps from `begun`."""
     trainer = Trainer.build_for_job(world, made, resolved("local(2, every=end)"))
     trainer.model.load_state_dict(begun)
     try:
@@ -358,7 +362,7 @@ def alone_from(world: World, made: pg.Job, begun: State, first: int) -> State:
 
 
 def outer_momentum(trainer: Trainer) -> tuple[State, State, State]:
-    """What a checkpoint would hold: of the weights, beside them; and what this rank has."""
+    """Return (the weights of a checkpoint, its outer momentum, the weights of this rank)."""
     with trainer.use_effective_weights():
         assert trainer.training.setup.exchange is not None
         kept = {
@@ -370,9 +374,10 @@ def outer_momentum(trainer: Trainer) -> tuple[State, State, State]:
 
 
 def test_outer_step_covers_a_whole_round(pool: Launcher) -> None:
-    """After one step of a round the run stood for a whole outer step, with all its momentum:
-    far beyond the mean. A run that is asked to stop, or tested, is so in the middle of a
-    round.
+    """A run can be tested or stopped between two averages.
+
+    Earlier, after one step of a round, the state of the run already contained a whole outer step
+    with all its momentum. It was far beyond the mean.
     """
     ranks = pool.run(
         seen, vectors(), resolved("local(2, every=3, outer=nesterov)"), 5, outer_momentum, size=2
@@ -412,11 +417,9 @@ def test_elastic_averaging_equals_the_published_formula(pool: Launcher) -> None:
         )
 
 
-# ---- what else a model has -------------------------------------------------------------------
+# ---- other state of a model ------------------------------------------------------------------
 def test_running_statistics_are_averaged_and_constants_kept(pool: Launcher) -> None:
-    """A mean over three replicas is off in the last bit, which nobody wants in a table of
-    constants.
-    """
+    """Constants are not averaged: a mean over three replicas can differ in the last bit."""
     made = job("normed", constant_cnn, IMAGES, dtype=torch.float64, optimizer=plain, epochs=3)
     ranks = steps_on(pool, made, "local(3, every=2)", 4)
     for step in (2, 4):
@@ -433,8 +436,9 @@ def constant_cnn() -> nn.Module:
 
 
 def test_replica_without_samples_skips_the_step(pool: Launcher) -> None:
-    """The last batch has one sample, for the first of three workers; a momentum that goes on
-    alone would move the others.
+    """The last batch has one sample, for the first of three workers. The others make no step.
+
+    Momentum alone would move their weights.
     """
     made = vectors(train=torch.utils.data.Subset(VECTORS, range(25)), optimizer=heavy)
     ranks = steps_on(pool, made, "local(3, every=end)", 3)
@@ -451,8 +455,9 @@ def test_replica_without_samples_skips_the_step(pool: Launcher) -> None:
 
 
 def test_no_replica_updates_without_counted_targets(pool: Launcher) -> None:
-    """A batch whose targets are all ignored ends data(n); here no replica has anything to step
-    by, and all go on.
+    """A batch whose targets are all ignored is an error under data(n).
+
+    Under local, no replica makes an update, and the training continues.
     """
     data = torch.utils.data.TensorDataset(
         TEXT.tensors[0][:24], TEXT.tensors[1][:24].clone().fill_(-100)
@@ -464,7 +469,7 @@ def test_no_replica_updates_without_counted_targets(pool: Launcher) -> None:
 
 
 def test_batch_without_counted_targets_has_losses_recorded(tmp_path: Path) -> None:
-    """Reading them divided by its weight, which is 0."""
+    """Earlier, reading the losses divided by the weight of the batch, which is 0."""
     data = torch.utils.data.TensorDataset(
         TEXT.tensors[0][:24], TEXT.tensors[1][:24].clone().fill_(-100)
     )
@@ -482,7 +487,8 @@ def test_batch_without_counted_targets_has_losses_recorded(tmp_path: Path) -> No
     "text",
     [
         "local(2, every=2) * tensor(2)",
-        # of one micro-batch: the shares of several are other samples than those of the whole batch
+        # one micro-batch: several would give a replica other samples than its share of the whole
+        # batch
         "local(2, every=2, outer=nesterov) * pipeline(2, micro=1)",
         "local(2, every=2, outer=elastic) * place(2)",
         "local(2, every=2) * place(2, cut=[3, 1])",
@@ -490,8 +496,10 @@ def test_batch_without_counted_targets_has_losses_recorded(tmp_path: Path) -> No
     ],
 )
 def test_divided_model_is_averaged_by_stage(pool: Launcher, text: str) -> None:
-    """As the same replicas on one rank each. The last of four modules has no parameters, and a
-    part of its own: there its rank left the others alone when they made their copies equal.
+    """Divided replicas train like replicas on one rank each.
+
+    The last of four modules has no parameters, and can be a stage of its own. Earlier, the rank of
+    that stage took no part when the other ranks made their copies equal.
     """
     made = vectors(optimizer=heavy, model=lambda: nn.Sequential(*mlp(), nn.Tanh()))
     cut, whole = (
@@ -502,9 +510,7 @@ def test_divided_model_is_averaged_by_stage(pool: Launcher, text: str) -> None:
 
 
 class Momentous(nn.Module):
-    """What else a model may keep: a frozen copy that follows the weights, and a buffer that is
-    made anew.
-    """
+    """A model with a frozen copy that follows the weights, and a buffer that forwards replace."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -526,7 +532,7 @@ class Momentous(nn.Module):
 def test_derived_and_recreated_buffers_are_averaged(
     pool: Launcher,
 ) -> None:
-    """They stayed each rank's own, and what was saved was the first one's."""
+    """Earlier, each rank kept its own values, and the values of the first rank were saved."""
     ranks = steps_on(pool, vectors(model=Momentous), "local(3, every=3)", 6)
     for step in (3, 6):
         assert all(close(rank[step][1], ranks[0][step][1], 0.0) for rank in ranks)
@@ -538,7 +544,7 @@ def test_derived_and_recreated_buffers_are_averaged(
 
 
 class Following(nn.Module):
-    """A buffer whose shape follows the share of the batch."""
+    """A model with a buffer whose shape follows the share of the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -551,7 +557,7 @@ class Following(nn.Module):
 
 
 def test_buffer_with_different_shapes_is_named(pool: Launcher) -> None:
-    """The transport said that messages did not match."""
+    """Earlier, the transport only said that messages did not match."""
     with (
         Launcher(2) as two,
         pytest.raises(pg.RankFailed, match="it has 3 numbers on rank 0 and 2 on rank 1") as caught,
@@ -563,7 +569,7 @@ def test_buffer_with_different_shapes_is_named(pool: Launcher) -> None:
 
 
 class Replacing(torch.optim.SGD):
-    """Puts new tensors into the parameters, as sharpness-aware ones do."""
+    """An SGD that puts new tensors into the parameters, as sharpness-aware optimizers do."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for parameter in self.param_groups[0]["params"]:
@@ -571,7 +577,7 @@ class Replacing(torch.optim.SGD):
 
 
 def test_optimizer_may_replace_parameter_storage(pool: Launcher) -> None:
-    """What was averaged was the memory that they had had."""
+    """Earlier, the memory that the parameters had before was averaged."""
     made = vectors(optimizer=functools.partial(Replacing, lr=0.1))
     assert (
         max(
@@ -602,9 +608,12 @@ def squares(output: Tensor, target: Tensor) -> Tensor:
 
 
 def test_elastic_replicas_share_a_center_without_counted_data(pool: Launcher) -> None:
-    """Each took its own weights for the mean, and had a centre of its own from then on."""
+    """Earlier, each replica took its own weights for the mean.
+
+    From then on, each had a centre of its own.
+    """
     targets = TEXT.tensors[1][:24].clone()
-    # of the first batch none counts
+    # no target of the first batch counts
     targets[torch.tensor(vectors().make_order(range(24)).get_indices(0, range(12)))] = -100
     data = torch.utils.data.TensorDataset(TEXT.tensors[0][:24], targets)
     ranks = steps_on(
@@ -618,8 +627,9 @@ def test_elastic_replicas_share_a_center_without_counted_data(pool: Launcher) ->
 
 
 def test_three_elastic_averagings_equal_the_formula(pool: Launcher) -> None:
-    """c += a sum (x_i - c), though replicas have 4, 4 and 4, and then 2, 2 and 1 samples to
-    step by.
+    """The centre follows c += a sum (x_i - c).
+
+    The number of samples does not matter: replicas have 4, 4 and 4, and later 2, 2 and 1.
     """
     a = 0.9 / 3
     ranks = steps_on(pool, vectors(), "local(3, every=1, outer=elastic)", 4)
@@ -639,7 +649,7 @@ def test_three_elastic_averagings_equal_the_formula(pool: Launcher) -> None:
 
 
 def one_step_from(world: World, made: pg.Job, begun: list[State], step: int) -> State:
-    """A replica's own weights after that step, from some."""
+    """Return a replica's own weights after this step, from the given weights."""
     trainer = Trainer.build_for_job(world, made, resolved("local(3, every=end)"))
     trainer.model.load_state_dict(begun[world.rank])
     try:
@@ -653,7 +663,7 @@ def one_step_from(world: World, made: pg.Job, begun: list[State], step: int) -> 
 
 
 def unequal(trainer: Trainer) -> Any:
-    """Copies of what ranks of a replica hold that differ."""
+    """Return the copies that differ between the ranks of a replica."""
     return trainer.training.setup.layout.find_unequal_copies(
         {**trainer.training.setup.parameters, **dict(trainer.model.named_buffers())}
     )
@@ -672,8 +682,9 @@ def odd() -> nn.Module:
 
 @pytest.mark.parametrize("reduce", ["native", "ring"])
 def test_copies_inside_a_replica_stay_bit_equal(pool: Launcher, reduce: str) -> None:
-    """They lie at other places of buckets on each rank, and sums of three in another order
-    differed in the last bit.
+    """Copies of a tensor are at different places of the buckets on each rank.
+
+    Earlier, three numbers were summed in different orders, so copies differed in the last bit.
     """
     with Launcher(6) as six:
         chosen = resolved(f"local(3, every=1, reduce={reduce}) * tensor(2)")
@@ -684,7 +695,7 @@ def test_copies_inside_a_replica_stay_bit_equal(pool: Launcher, reduce: str) -> 
 
 
 def scheduled_free(world: World, every: int) -> State:
-    """What tests see, on each rank: right after a meeting or not."""
+    """Return the weights that a test uses on this rank, right after an average or not."""
     schedulefree = pytest.importorskip("schedulefree")
     made = vectors(optimizer=functools.partial(schedulefree.SGDScheduleFree, lr=0.1))
     trainer = Trainer.build_for_job(world, made, resolved(f"local(2, every={every})"))
@@ -699,15 +710,16 @@ def scheduled_free(world: World, every: int) -> State:
 
 @pytest.mark.parametrize("every", [2, 3])
 def test_optimizer_with_modes_is_evaluated_as_one_model(pool: Launcher, every: int) -> None:
-    """Of equal weights each rank's own state made another model, and a test added up what was
-    of two.
+    """Earlier, each rank made another model from equal weights, by its own optimizer state.
+
+    A test then added up the results of two models.
     """
     pytest.importorskip("schedulefree")
     tested = pool.run(scheduled_free, every, size=2)
     assert close(tested[0], tested[1], 0.0)
 
 
-# ---- a run -----------------------------------------------------------------------------------
+# ---- runs ------------------------------------------------------------------------------------
 def images(**changes: Any) -> pg.Job:
     tested = {"epochs": 4, "test": VECTORS, "metric": pg.accuracy, "optimizer": plain}
     return job("images", mlp, VECTORS).replace(**{**tested, **changes})
@@ -723,7 +735,7 @@ def test_averaging_and_evaluation_bytes_are_recorded_apart(
     assert [bool(each) for each in sent] == [False, False, False, True] * 3
     epochs = record.select_lines("epoch", 0)
     assert [set(line["sent"]) for line in epochs] == [{"tests"}] * 4
-    assert epochs[3]["sent"]["tests"]["bytes"] < 200  # they have just met, and say so
+    assert epochs[3]["sent"]["tests"]["bytes"] < 200  # replicas have just averaged
     whole = sent[3]["weights"]["bytes"]
     assert whole == epochs[0]["sent"]["tests"]["bytes"]
     assert 1.5 * 4 * parameters < whole <= 1.5 * 4 * parameters + 200
@@ -731,7 +743,7 @@ def test_averaging_and_evaluation_bytes_are_recorded_apart(
 
 
 def test_evaluation_does_not_change_the_training(tmp_path: Path) -> None:
-    """Tested after every epoch or not at all, it is the same training to the bit."""
+    """A training with a test after every epoch is bit-equal to one without tests."""
     tested, not_tested = (
         pg.train(images(**changes), "local(3, every=5, outer=nesterov)", runs=tmp_path)
         for changes in ({}, {"test": None, "metric": None})
@@ -741,8 +753,9 @@ def test_evaluation_does_not_change_the_training(tmp_path: Path) -> None:
 
 
 def test_saved_model_is_the_final_mean(tmp_path: Path, pool: Launcher) -> None:
-    """ParallelSGD: replicas never meet before, so each is serial's training on its own
-    shares.
+    """In ParallelSGD, replicas are averaged only at the end.
+
+    Before, each one is a serial training on its own shares.
     """
     made = vectors(epochs=2)
     run = pg.train(made, "local(2, every=end)", runs=tmp_path)
@@ -762,7 +775,7 @@ def test_saved_model_is_the_final_mean(tmp_path: Path, pool: Launcher) -> None:
 
 
 def test_optimizer_states_are_averaged() -> None:
-    """By what each has seen; what counts steps stays a number."""
+    """The mean is weighted by the samples of each replica. A step counter stays a plain number."""
     told = [
         (1.0, {"a": {"m": torch.tensor([1.0, 0.0]), "z": torch.tensor([2j]), "step": 3}}),
         (
@@ -782,7 +795,7 @@ def test_optimizer_states_are_averaged() -> None:
 
 
 def test_planted_weight_division_is_detected(tmp_path: Path) -> None:
-    """The weight is divided twice as well, which hid it."""
+    """The fault also divides the weight twice. Earlier, that hid the fault."""
     whole, planted = (
         pg.train(vectors(), "local(2, every=1, reduce=ring)", runs=tmp_path, **more)
         for more in ({}, {"inject_fault": "mean_twice", "skip_schedule_check": True})
@@ -792,8 +805,9 @@ def test_planted_weight_division_is_detected(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("outer", ["mean", "nesterov", "elastic"])
 def test_checkpoints_resume_under_other_strategies(tmp_path: Path, outer: str) -> None:
-    """Under serial names, with the mean of the optimizers' states; what the strategy alone
-    keeps is named and left out.
+    """A checkpoint has serial names and the mean of the optimizer states.
+
+    State that only this strategy has is left out on resume, and the record names it.
     """
     made = images(optimizer=functools.partial(torch.optim.Adam, lr=0.01))
     text = f"local(2, every=2, outer={outer})"
@@ -836,8 +850,9 @@ def test_damaged_or_missing_strategy_file_is_found(tmp_path: Path) -> None:
 
 
 def test_outer_momentum_is_saved(tmp_path: Path) -> None:
-    """Saved when replicas have met, the outer step goes on as if nothing had been; plain SGD
-    has no state that differs.
+    """If a run is saved at an average, the outer steps continue as in an uninterrupted run.
+
+    Plain SGD has no state that differs between replicas.
     """
     made = vectors(epochs=4)
     text = "local(2, every=3, outer=nesterov)"
@@ -847,7 +862,7 @@ def test_outer_momentum_is_saved(tmp_path: Path) -> None:
     assert close(whole.model().state_dict(), resumed.model().state_dict())
 
 
-# ---- a loop of one's own ---------------------------------------------------------------------
+# ---- a user's own loop -----------------------------------------------------------------------
 def own_loop(world: World, text: str, stopped: int) -> tuple[list[bool], State, State]:
     model = mlp()
     optimizer = plain(model.parameters())
@@ -869,8 +884,9 @@ def own_loop(world: World, text: str, stopped: int) -> tuple[list[bool], State, 
     "text", ["local(2, every=3)", "local(2, every=3) * place(2)", "local(2, every=3) * tensor(2)"]
 )
 def test_final_model_is_the_mean(pool: Launcher, text: str) -> None:
-    """That somebody was asked to stop was heard when they met, and told in the step after it:
-    one into the next round.
+    """Ranks learn of a stop request when they average, and all stop there.
+
+    Earlier, they reported it one step later, in the next round.
     """
     size = resolved(text).size
     found = pool.run(own_loop, text, size - 1, size=size)
@@ -881,7 +897,10 @@ def test_final_model_is_the_mean(pool: Launcher, text: str) -> None:
 
 
 def early_end(world: World) -> None:
-    """A loop that ends by the loss of a step, which is each rank's own."""
+    """Run a loop that rank 0 leaves early, as by the loss of a step.
+
+    That loss differs between ranks.
+    """
     model = mlp()
     with pg.parallelize(
         model, nn.functional.cross_entropy, plain(model.parameters()), "local(2, every=3)"
@@ -894,8 +913,9 @@ def early_end(world: World) -> None:
 
 
 def test_ranks_that_end_at_different_steps_are_reported(pool: Launcher) -> None:
-    """The end of one met the meeting of another, and both went on with the mean of two
-    different steps.
+    """Earlier, the last exchange of one rank matched an average of the other rank.
+
+    Both went on with the mean of two different steps.
     """
     says = (
         r"rank 0 tests, saves or ends in step 4, and rank 1 averages in step 5.*End a loop by "
@@ -918,8 +938,9 @@ def frozen_late(world: World, freeze: bool) -> None:
 
 @pytest.mark.parametrize("freeze", [True, False])
 def test_late_freezing_and_unfreezing_is_reported(freeze: bool) -> None:
-    """Frozen, it moved the mean of every weight into the place of the one before; unfrozen, it
-    was never averaged.
+    """Earlier, late freezing moved the mean of each weight to the place of the weight before it.
+
+    A weight that was unfrozen late was never averaged.
     """
     with (
         Launcher(2) as two,
@@ -942,7 +963,7 @@ def states_at_the_end(world: World, text: str) -> dict[str, State]:
     "text", ["local(2, every=2)", "local(2, every=2) * tensor(2)", "local(2, every=2) * place(2)"]
 )
 def test_final_optimizer_state_is_averaged_on_every_rank(pool: Launcher, text: str) -> None:
-    """Replicas other than the first were left with none, where the model is cut."""
+    """Earlier, if the model was cut, only the first replica had an optimizer state at the end."""
     found = pool.run(states_at_the_end, text, size=resolved(text).size)
     assert set(found[0]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
     for rank in found:
@@ -959,7 +980,7 @@ def stopped_at_an_epochs_end(world: World, checked: Any, folder: Path, origin: f
 
 
 def test_stop_request_is_handled_after_an_epoch(pool: Launcher, tmp_path: Path) -> None:
-    """Without a test, under every=end, all epochs were trained first."""
+    """Earlier, under every=end and without a test, all epochs were trained before the stop."""
     checked = validate_run(vectors(), "local(2, every=end)")
     assert (
         checked.run_on_ranks(pool, stopped_at_an_epochs_end, checked, tmp_path, 0.0)
@@ -974,9 +995,7 @@ def test_stop_request_is_handled_after_an_epoch(pool: Launcher, tmp_path: Path) 
 def test_stop_request_during_averaging_is_handled_there(
     pool: Launcher, tmp_path: Path, text: str
 ) -> None:
-    """It was saved one step into the next round, at which no replica is where the others
-    are.
-    """
+    """Earlier, the run was saved one step into the next round, where replicas differ."""
     checked = validate_run(vectors(), text)
     assert (
         checked.run_on_ranks(pool, stopped_at_an_epochs_end, checked, tmp_path, 0.0)
@@ -1030,8 +1049,10 @@ def test_more_workers_than_samples_are_refused() -> None:
     ],
 )
 def test_outer_optimizer_that_never_steps_is_refused(text: str, says: str) -> None:
-    """It stepped once, at the end: elastic saved a tenth of the initial weights, nesterov a
-    third too much of the whole run.
+    """Earlier, the outer optimizer made only one step, at the end of the run.
+
+    With elastic, the saved weights contained a tenth of the initial weights. With nesterov, the
+    whole run moved the weights a third too far.
     """
     with pytest.raises(pg.Refused, match=rf"job vectors makes 12 step\(s\), and .*{says}"):
         validate_run(vectors(), text)
@@ -1077,7 +1098,7 @@ def test_suitable_intervals_are_not_reported(text: str) -> None:
 
 
 class Masters(torch.optim.SGD):
-    """Steps copies of the weights in a finer type, and copies them into the parameters."""
+    """Updates copies of the weights in a finer type, and copies them into the parameters."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for parameter in self.param_groups[0]["params"]:
@@ -1089,8 +1110,10 @@ class Masters(torch.optim.SGD):
 
 
 class SlowWeights(torch.optim.SGD):
-    """Looks ahead: every five steps it goes back to where it was, and most of the way from
-    there.
+    """An SGD with slow weights (Lookahead).
+
+    Every five steps, the slow weights move by 0.8 of the difference to the weights, which then
+    become equal to them.
     """
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -1104,8 +1127,9 @@ class SlowWeights(torch.optim.SGD):
 
 
 class Decaying(torch.optim.SGD):
-    """Shrinks the weights by 5 % in every step, and steps by the sign of an average, in
-    proportion to the weights.
+    """An optimizer that shrinks the weights by 5 % in every step.
+
+    It then steps by the sign of an averaged gradient, in proportion to the norm of the weights.
     """
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -1153,8 +1177,9 @@ def test_torch_optimizers_keep_no_weight_copies(name: str) -> None:
 @pytest.mark.parametrize("kind", [Masters, SlowWeights])
 @pytest.mark.parametrize("text", ["local(2)", "local(2, every=2, outer=elastic) * place(2)"])
 def test_optimizer_that_undoes_averaging_is_refused(kind: Any, text: str) -> None:
-    """What is averaged is written into the parameters, and its next step wrote its own copies
-    over that.
+    """Averages are written into the parameters.
+
+    Earlier, the next step of this optimizer wrote its own copies over them.
     """
     says = f"{kind.__name__} continues from its own copies of the weights .* data\\(n\\)"
     made = vectors(optimizer=functools.partial(kind, lr=0.1))
@@ -1174,7 +1199,7 @@ def test_optimizer_that_undoes_averaging_is_refused(kind: Any, text: str) -> Non
 
 
 class Moded(torch.optim.SGD):
-    """Weights for training and others for tests."""
+    """An SGD that has some weights for training and others for tests."""
 
     def train(self) -> None: ...
 
@@ -1183,7 +1208,7 @@ class Moded(torch.optim.SGD):
 
 @pytest.mark.parametrize("outer", ["nesterov", "elastic"])
 def test_optimizer_with_modes_and_a_center_is_refused_at_start(outer: str) -> None:
-    """All ranks failed in step 0."""
+    """Earlier, all ranks failed in step 0."""
     says = (
         rf"Moded has weights for training and others for tests, and {outer} has a "
         rf"centre of one kind only"
@@ -1204,7 +1229,7 @@ def test_optimizer_with_modes_and_a_center_is_refused_at_start(outer: str) -> No
 
 # ---- waiting ---------------------------------------------------------------------------------
 def slow_one(world: World) -> None:
-    """Rank 1 is in its second step until rank 0 has given up waiting for it."""
+    """Keep rank 1 in its second step until rank 0 has given up waiting for it."""
     made = vectors()
     trainer = Trainer.build_for_job(world, made, resolved("local(2, every=2)"))
     try:
@@ -1221,8 +1246,9 @@ def slow_one(world: World) -> None:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_long_wait_for_a_slow_replica_has_a_repair(backend: str) -> None:
-    """A second a step beside two is a wait of 500 s after 500 steps: a collective's timeout,
-    and no word of the repair.
+    """One second per step on one rank, and two on another, is a wait of 500 s after 500 steps.
+
+    Earlier, the collective ended by its timeout, and the message did not say what to change.
     """
     says = (
         "meanwhile others make steps of their own: if that .*give a longer --timeout, or let "
@@ -1236,7 +1262,7 @@ def test_long_wait_for_a_slow_replica_has_a_repair(backend: str) -> None:
     ("text", "after"), [("local(1)", math.inf), ("data(1)", stragglers.SLOW_STEP_SECONDS)]
 )
 def test_straggler_warning_follows_the_averaging_interval(text: str, after: float) -> None:
-    """It was said of a slow replica that it was still loading, or gone."""
+    """Earlier, the warning said that a slow replica was still loading or gone."""
     trainer = Trainer.build_for_job(World(), vectors(), resolved(text))
     assert trainer.training.monitor.slow_after == after
     trainer.close()
@@ -1257,7 +1283,7 @@ def test_straggler_warning_follows_the_averaging_interval(text: str, after: floa
 def test_record_says_if_gradients_overlap(
     tmp_path: Path, text: str, overlap: bool, told: list[str]
 ) -> None:
-    """`local` said so, where nothing is sent in a step."""
+    """Earlier, `local` reported overlap too, although nothing is sent in a step."""
     run = pg.train(vectors(epochs=2), text, runs=tmp_path, overlap=overlap)
     assert [
         line["picked"]

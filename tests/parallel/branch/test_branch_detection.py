@@ -1,4 +1,4 @@
-"""Where models fork, and whose each branch is."""
+"""Detection of the forks of a model, and the assignment of branches to ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.pure
 
 
 def found(model: nn.Module, *inputs: Tensor, ranks: int = 2) -> list[set[str]]:
-    """The modules of the branches, fork by fork, all as long as they have functions."""
+    """Return the modules of each branch, for each fork. Each function counts as one second."""
     with torch.no_grad():
         nodes, ends = record_functions(model, inputs)
     for node in nodes:
@@ -31,7 +31,7 @@ def test_two_forks_of_four_branches() -> None:
 
 
 def test_concatenated_and_summed_branches_are_found() -> None:
-    """A module that two branches call is one of them."""
+    """A module that two branches call makes them one branch."""
     one, two = found(Forking(), torch.randn(2, 2, 8, 8))
     assert {each[:7] for each in one} == {"first.0", "first.1", "first.2"}
     assert len(two) == 2
@@ -51,7 +51,7 @@ def test_chain_has_no_branches() -> None:
 
 
 class Nested(nn.Module):
-    """A short branch beside a long one, in which are two forks."""
+    """A model with a short and a long branch. The long one contains two forks."""
 
     def __init__(self) -> None:
         super().__init__()

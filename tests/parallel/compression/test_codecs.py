@@ -1,4 +1,4 @@
-"""Codecs by themselves: what is lost, what is kept, and what is refused."""
+"""Codecs on their own: rounding errors, residuals and refusals."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def compressor(text: str) -> Compressor:
 
 
 def one_rank(codec: Codec, vector: Tensor, draw: int = 0) -> tuple[Payload, Tensor | None]:
-    """What a world of one sends."""
+    """Return the payload and the agreement of a world of one rank."""
     asked = codec.propose_agreement(vector)
     agreed = None if asked is None else codec.conclude_agreement(asked)
     return codec.compress(vector, agreed, draw), agreed
 
 
 def through(text: str, vector: Tensor, shape: Sequence[int] | None = None, draw: int = 0) -> Tensor:
-    """What comes out at the other end."""
+    """Return the vector after compression and extraction."""
     codec = build_codec(compressor(text), shape or vector.shape)
     payload, agreed = one_rank(codec, vector, draw)
     return codec.extract(payload, agreed).to(vector.dtype)
@@ -63,7 +63,7 @@ def through(text: str, vector: Tensor, shape: Sequence[int] | None = None, draw:
 
 @st.composite
 def vectors(draw: st.DrawFn) -> Tensor:
-    """Of odd lengths, with zeros, of all sizes of numbers, on several chunks."""
+    """Draw vectors of odd lengths, over several chunks, with zeros and any magnitudes."""
     elements = draw(st.integers(1, 3 * CHUNK_ELEMENTS + 7))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     vector = torch.randn(
@@ -74,7 +74,7 @@ def vectors(draw: st.DrawFn) -> Tensor:
     return vector
 
 
-# ---- how far it is from what went in --------------------
+# ---- error of the extracted vector --------------------
 @given(vectors(), st.sampled_from([0.001, 0.01, 0.3, 1.0]))
 def test_top_k_sends_the_k_largest_entries(vector: Tensor, ratio: float) -> None:
     found = find_largest(vector, count := count_top_entries(ratio, len(vector)))
@@ -89,8 +89,7 @@ def test_top_k_sends_the_k_largest_entries(vector: Tensor, ratio: float) -> None
     assert not left.any() or vector[left].abs().max() <= vector[found].abs().min()
     out = through(f"top_k({ratio})", vector)
     assert torch.equal(out[found], vector[found])
-    # of any vector at least the part of its square that the ratio is (Stich et al. 2018, lemma
-    # A.1)
+    # the sent part has at least this ratio of the squared norm (Stich et al. 2018, lemma A.1)
     assert float((vector - out).square().sum()) <= (1 - count / len(vector)) * float(
         vector.square().sum()
     ) * (1 + 1e-5)
@@ -102,8 +101,9 @@ def test_top_k_sends_the_k_largest_entries(vector: Tensor, ratio: float) -> None
 def test_largest_entries_are_found_with_a_bad_sample(
     elements: int, kind: str, ratio: float
 ) -> None:
-    """The bound is guessed from every so manieth entry: rows of zeros, or of large ones,
-    mislead it.
+    """The bound is estimated from every n-th entry.
+
+    Rows of zeros, or of large entries, make the estimate wrong.
     """
     vector = torch.randn(elements, generator=torch.Generator().manual_seed(1))
     if kind == "rows":
@@ -142,8 +142,9 @@ def test_int8_is_within_a_step_of_its_chunk(vector: Tensor, draw: int) -> None:
 
 
 def test_int8_is_unbiased() -> None:
-    """Of 4,000 draws the mean is within five standard errors of what went in; rounding to the
-    nearest would be off by up to half a step.
+    """The mean of 4,000 draws is within five standard errors of the vector.
+
+    Rounding to the nearest would be off by up to half a step.
     """
     vector = torch.linspace(-1.0, 1.0, 257, dtype=torch.float64)
     codec = build_codec(compressor("int8"), vector.shape)
@@ -191,13 +192,14 @@ def test_power_sgd_is_lossless_at_full_rank_else_a_projection(
     full = torch.randn(rows * others, generator=generator, dtype=torch.float64)
     left = full - through(f"power_sgd({columns})", full, (rows, others))
     assert float(left.norm()) <= float(full.norm()) * (1 + 1e-9)
-    # at right angles to what was sent
+    # the rest is orthogonal to the sent part
     assert abs(float(left @ (full - left))) <= 1e-6 * float(full @ full)
 
 
 def test_power_sgd_continues_from_the_last_step() -> None:
-    """One step of the power method each time: of the same matrix, again and again, the largest
-    singular vectors.
+    """Each step is one step of the power method.
+
+    Repeated on the same matrix, it gives the largest singular vectors.
     """
     matrix = torch.randn(30, 20, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     codec = build_codec(compressor("power_sgd(2)"), matrix.shape)
@@ -210,9 +212,10 @@ def test_power_sgd_continues_from_the_last_step() -> None:
 
 
 def test_power_sgd_restarts_after_a_zero_factor() -> None:
-    """After a gradient of zeros (below a head that begins as zeros) the next factor is the
-    first rows of the matrix, and where those are always 0 (what an embedding pads with) nothing
-    was sent any more.
+    """Earlier, after a gradient of zeros, nothing was sent any more if some rows were always 0.
+
+    A gradient is zero below a head that begins as zeros. The next factor is then the first rows of
+    the matrix. Those can always be 0, such as the padding rows of an embedding.
     """
     codec = build_codec(compressor("power_sgd(2)"), (100, 60))
     feedback = ErrorFeedback()
@@ -229,8 +232,9 @@ def test_power_sgd_restarts_after_a_zero_factor() -> None:
 
 
 def test_fp16_of_float64_handles_its_range() -> None:
-    """What float32 does not hold came back as inf, and what is nearly nothing had no power of
-    two.
+    """Earlier, numbers outside of the range of float32 came back as inf.
+
+    For numbers near zero, no power of two was found as their scale.
     """
     for most in (1e60, 1e-320, 1e300):
         vector = torch.tensor([most, -most / 2, 0.0], dtype=torch.float64)
@@ -254,7 +258,7 @@ def test_payload_size_is_what_the_compressor_says(text: str, shape: tuple[int, .
     codec = build_codec(chosen, shape)
     payload, _ = one_rank(codec, vector)
     wanted = chosen.sends(shape, 4)
-    # the factor that all agree on travels too, before
+    # the factor that all ranks agree on is sent before
     if isinstance(codec, PowerSgdCodec):
         wanted -= codec.rows * codec.columns * 4
     assert sum(each.nbytes for each in payload) == wanted
@@ -270,7 +274,7 @@ def test_small_tensors_are_not_compressed() -> None:
         assert compressor(text).compresses(
             (2 * MIN_COMPRESSED_ELEMENTS, 2 * MIN_COMPRESSED_ELEMENTS)
         )
-    # its factors would be twice the matrix
+    # its factors would be twice as large as the matrix
     assert not compressor("power_sgd(64)").compresses((64, 64))
     assert compute_matrix_shape((8, 3, 5, 5)) == (8, 75)
 
@@ -288,7 +292,7 @@ def test_payloads_of_any_types_share_one_message() -> None:
         assert all(map(torch.equal, came, sent))
 
 
-# ---- what is not finite --------------------
+# ---- non-finite values --------------------
 @pytest.mark.parametrize(
     "text", ["top_k(0.01)", "threshold(0.1)", "one_bit", "int8", "power_sgd(2)", "bf16", "fp16"]
 )
@@ -300,7 +304,7 @@ def test_non_finite_values_are_refused(text: str, value: float) -> None:
         through(text, vector, (200, 200))
 
 
-# ---- what is kept --------------------
+# ---- residuals --------------------
 @settings(max_examples=30)
 @given(
     st.sampled_from(["top_k(0.1)", "threshold(0.5)", "one_bit", "power_sgd(1)"]),
@@ -331,9 +335,10 @@ def test_sent_and_kept_values_sum_to_all_gradients(text: str, steps: int, seed: 
 def test_momentum_correction_equals_the_closed_form(
     steps: int, momentum: float, nesterov: bool, seed: int
 ) -> None:
-    """An entry that was last sent in step s has waited since: what is kept of it after step T
-    is the sum of the updates that SGD with momentum, begun anew after s, would have made of its
-    gradients g(s+1) ... g(T):
+    """The kept value of an entry equals the updates of an SGD that begins after its last sending.
+
+    Let the entry be sent last in step s. An SGD with momentum m begins anew after s, with the
+    gradients g(s+1) ... g(T). After step T, the kept value is the sum of its updates:
 
         sum over t of g(t) (1 - m^(T - t + 1)) / (1 - m),        with Nesterov's momentum one
         power of m more
@@ -356,15 +361,13 @@ def test_momentum_correction_equals_the_closed_form(
         feedback.note_sent("w", codec, payload, None)
         last[payload[0].long()] = step
         assert not feedback.residual["w"][payload[0].long()].any()
-        # without one there is none
+        # without momentum there is no velocity
         assert not (momentum and feedback.velocity["w"][payload[0].long()].any())
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_without_masking_no_momentum_is_lost(nesterov: bool) -> None:
-    """What was sent and what waits is all that SGD with momentum would have made of all
-    gradients.
-    """
+    """Sent and kept values add up to all updates that SGD with momentum makes of all gradients."""
     feedback = MomentumCorrection(lambda name: (0.9, nesterov), masking=False)
     codec = build_codec(compressor("dgc(0.05)"), (3000,))
     sent = torch.zeros(3000, dtype=torch.float64)
@@ -380,7 +383,7 @@ def test_without_masking_no_momentum_is_lost(nesterov: bool) -> None:
 
 
 def updates(after: int, momentum: float, nesterov: bool) -> float:
-    """By how much a gradient has moved the weights so many steps after its own."""
+    """Return the factor of a gradient in the weights, so many steps after its own step."""
     powers = [momentum**each for each in range(after + 2)]
     return sum(powers) if nesterov else sum(powers[:-1])
 

@@ -1,6 +1,4 @@
-"""data(n, compress=...): compressed gradients over ranks, beside plain torch that says what
-they should be.
-"""
+"""data(n, compress=...): compressed gradients over ranks, compared with plain torch."""
 
 from __future__ import annotations
 
@@ -52,10 +50,10 @@ pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm")]
 State = dict[str, Tensor]
 plain = functools.partial(torch.optim.SGD, lr=0.1)
 heavy = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-# of the model below: the one is compressed, the other not
+# parameters of the model below: LARGE is compressed, SMALL is not
 LARGE = "0.weight"
 SMALL = "2.weight"
-# of 29 samples in batches of 12 the last has 5: 2, 2 and 1 for three ranks
+# 29 samples in batches of 12: the last batch has 5, so three ranks have 2, 2 and 1
 STEPS = 7
 
 
@@ -93,8 +91,9 @@ def close(one: State, other: State, within: float = 1e-11) -> bool:
 
 
 def parts_of(made: pg.Job, model: nn.Module, shares: list[int], steps: int) -> Any:
-    """For each step, ranks' parts of the mean gradient by the model's weights of then, and how
-    large they are: plain torch.
+    """Yield for each step each rank's part of the mean gradient, and its fraction of the batch.
+
+    Plain torch computes the gradients by the current weights of the model.
     """
     order = made.make_order(made.train)
     for step in range(steps):
@@ -121,7 +120,7 @@ def parts_of(made: pg.Job, model: nn.Module, shares: list[int], steps: int) -> A
         yield step, parts, [size / len(indices) for size in sizes]
 
 
-# ---- where nothing is lost it is serial's --------------------
+# ---- lossless compression equals serial --------------------
 LOSSLESS = (
     "data({n}, compress=top_k(1.0))",
     "data({n}, compress=threshold(0))",
@@ -167,11 +166,12 @@ def test_lossless_compression_of_a_pipeline_equals_serial(pool: Launcher, text: 
     )
 
 
-# ---- what is sent is what plain torch says --------------------
+# ---- compressed steps equal plain torch --------------------
 def test_top_k_with_feedback_equals_the_published_formula(pool: Launcher) -> None:
-    """Each rank's part of the mean gradient, and what it did not send before; of these the
-    largest; the optimizer steps by the sum. The short batch too: were sums fed back, and
-    divided by its weight, what waits would count more than twice.
+    """Each rank adds what it has not sent to its part of the mean gradient, and sends the largest.
+
+    The optimizer steps by the sum. This holds for the short batch too. If the residuals were sums,
+    divided by the weight of that batch, they would count more than twice.
     """
     made = vectors(optimizer=heavy)
     ranks = 3
@@ -207,9 +207,10 @@ def deep_steps(
     later: tuple[int, int] = (1000, 1),
     shares: list[int] | None = None,
 ) -> list[State]:
-    """Deep gradient compression in plain torch, without paragrad: algorithms 1 and 2 of Lin et
-    al. 2018, decay beside them. later: (step, ranks): from there on as many go on, with equal
-    parts of the sums.
+    """Return the weights after each step of deep gradient compression in plain torch.
+
+    It follows algorithms 1 and 2 of Lin et al. 2018; weight decay is separate. `later` is (step,
+    ranks): from that step on, this number of ranks continues with equal parts of the sums.
     """
     model = made.build_model_to_train().double()
     rate = 0.1
@@ -260,9 +261,11 @@ def deep_steps(
 )
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_dgc_equals_the_published_formula(pool: Launcher, ways: dict[str, Any], ranks: int) -> None:
-    """Momentum correction and factor masking, Nesterov's too; weight decay out of what waits,
-    with a momentum of its own; clipping on each rank before anything is added; small tensors
-    dense, by SGD's momentum, unmasked.
+    """Momentum correction and factor masking are as published, also with Nesterov momentum.
+
+    Weight decay is not in the kept velocities; it has its own momentum. Each rank clips its
+    gradients before it adds them. Small tensors are sent dense, with SGD's momentum and without
+    masking.
     """
     sgd = functools.partial(
         torch.optim.SGD,
@@ -286,7 +289,7 @@ def test_dgc_has_its_own_momentum_and_clipping(pool: Launcher) -> None:
 
 
 def test_clipping_norm_follows_the_share_of_the_batch(pool: Launcher) -> None:
-    """All parts were clipped alike, so the larger ones more than their sum would be."""
+    """Earlier, all ranks clipped to one norm, so larger parts were clipped more than their sum."""
     ours = steps_on(
         pool,
         vectors(optimizer=heavy, clip_norm=0.3),
@@ -299,8 +302,9 @@ def test_clipping_norm_follows_the_share_of_the_batch(pool: Launcher) -> None:
 
 
 def test_pipeline_stage_is_clipped_by_its_replica_share(tmp_path: Path) -> None:
-    """The share of ranks without the loss was taken for 0, and their part of the model stood
-    still.
+    """Earlier, ranks without the loss had a share of 0.
+
+    So their part of the model did not change.
     """
     made = vectors(optimizer=heavy, clip_norm=0.3)
     dgc = "compress=dgc(0.05, warmup=0)"
@@ -321,8 +325,9 @@ def momentum_kept(text: str, momentum: float) -> tuple[DgcMomentum, torch.optim.
 
 
 def test_momentum_set_later_by_a_scheduler_is_refused() -> None:
-    """In a loop of one's own nobody knows of it before: what it made was left out in
-    silence.
+    """In a user's own loop, a later momentum is not known at the start.
+
+    Earlier, its effect was left out silently.
     """
     kept, optimizer, weight = momentum_kept("dgc(0.01, momentum=0.9)", 0.0)
     weight.grad, kept.last_given_steps[weight] = torch.ones(3), 0
@@ -333,7 +338,7 @@ def test_momentum_set_later_by_a_scheduler_is_refused() -> None:
 
 
 def test_optimizer_state_loaded_later_is_read_again() -> None:
-    """Momentum went on by the groups of before, and buffers that were loaded lay unused."""
+    """Earlier, the momentum of the old groups stayed in use, and loaded buffers were not used."""
     kept, optimizer, weight = momentum_kept("dgc(0.01)", 0.9)
     assert kept.get_momentum("w") == (0.9, False)
     other = torch.optim.SGD([weight], lr=0.1, momentum=0.5)
@@ -347,15 +352,16 @@ def test_optimizer_state_loaded_later_is_read_again() -> None:
 
 
 def test_full_dgc_is_sgd_without_momentum(pool: Launcher) -> None:
-    """All is sent, and masked."""
+    """All entries are sent, and masking sets all velocities to zero."""
     ours = steps_on(pool, vectors(optimizer=heavy), "data(2, compress=dgc(1.0, warmup=0))")[0]
     for one, other in zip(ours, deep_steps(vectors(), 2, 1.0, 0.9), strict=True):
         assert close(one, other)
 
 
 def test_full_dgc_without_masking_is_sgd(pool: Launcher) -> None:
-    """With its momentum and decay, which are in other hands: the sum of both is what SGD's
-    buffer was.
+    """DGC keeps the momentum of gradients and of weight decay separately.
+
+    Their sum is the momentum buffer of SGD.
     """
     made = vectors(optimizer=functools.partial(heavy, weight_decay=0.01))
     ours, serial = (
@@ -386,7 +392,7 @@ def in_small_buckets(world: World, *args: Any) -> list[Any]:
     "text", ["threshold(0.02)", "threshold(1000)", "top_k(0.01)", "dgc(0.01, warmup=0)", "one_bit"]
 )
 def test_bucketing_does_not_change_the_result(pool: Launcher, tmp_path: Path, text: str) -> None:
-    """Sparse messages of several buckets, of different lengths on each rank, and empty ones."""
+    """Buckets have sparse messages of different lengths on each rank, and empty ones."""
     made = vectors(model=deeper, optimizer=heavy)
     strategy = f"data(3, compress={text})"
     apart = pool.run(in_small_buckets, made, resolved(strategy), STEPS, weights, size=3)
@@ -410,7 +416,10 @@ def cycled(optimizer: torch.optim.Optimizer) -> Any:
 
 
 def test_cycled_momentum_is_taken_over_in_every_step(pool: Launcher) -> None:
-    """It would have been SGD's as well, from the second step on: SGD keeps no buffer."""
+    """Only dgc applies the momentum of the scheduler, and SGD keeps no buffer.
+
+    Otherwise SGD would also apply it, from the second step on.
+    """
     made = vectors(optimizer=heavy, scheduler=cycled)
     seen = steps_on(pool, made, "data(2, compress=dgc(0.05, warmup=0))", look=_momenta)[0]
     assert all(own == taken and not kept for own, taken, kept in seen)
@@ -437,8 +446,9 @@ def test_compressed_replicas_stay_bit_equal(pool: Launcher, text: str) -> None:
 
 
 class Tied(nn.Module):
-    """Its first and its last layer are one tensor, of which each part has a copy, and more
-    beside it than the other.
+    """A model whose first and last layer share one weight.
+
+    Each stage has a copy of it, and one stage has more other tensors than the other.
     """
 
     def __init__(self) -> None:
@@ -466,9 +476,10 @@ def by_serial_name(trainer: Trainer) -> State:
     ["bf16, reduce=ring", "power_sgd(1), reduce=tree", "threshold(0.001)", "dgc(0.3, warmup=0)"],
 )
 def test_copies_inside_a_replica_stay_bit_equal(pool: Launcher, text: str) -> None:
-    """Each part of the model sums its copy beside other tensors, so a ring of three begins
-    elsewhere in it, or one sends it as dense vectors: copies came to differ, and nobody looked,
-    for it was no exact training.
+    """Each stage sums its copy of the weight together with other tensors.
+
+    So a ring of three begins at another place of the copy, or one stage sends it as a dense vector.
+    Earlier, copies became different. No check found it, because the training is not exact.
     """
     made = vectors(model=Tied, dtype=torch.float32, optimizer=heavy)
     parts = steps_on(pool, made, f"data(3, compress={text}) * place(2)", look=by_serial_name)
@@ -529,7 +540,7 @@ def squares(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).abs().square().mean()
 
 
-# ---- what travels --------------------
+# ---- messages --------------------
 def sent_by(trainer: Trainer) -> dict[str, int]:
     assert trainer.training.setup.exchange is not None
     return {
@@ -538,8 +549,9 @@ def sent_by(trainer: Trainer) -> dict[str, int]:
 
 
 def test_bytes_sent_are_the_formula(pool: Launcher) -> None:
-    """To each of two others 22 entries of 8 bytes; small tensors (220 + 880 + 4 numbers) along
-    a ring.
+    """A rank sends 22 entries of 8 bytes to each of two others.
+
+    Small tensors (220 + 880 + 4 numbers) are sent along a ring.
     """
     found = steps_on(
         pool, vectors(dtype=torch.float32), "data(3, compress=top_k(0.01))", 2, sent_by
@@ -552,8 +564,9 @@ def test_bytes_sent_are_the_formula(pool: Launcher) -> None:
 
 
 def test_payload_longer_than_dense_is_sent_dense(pool: Launcher, tmp_path: Path) -> None:
-    """r p >= 1 (formulas: wire ratio): of the same entries, so the training is the same
-    whatever carries them.
+    """If r p >= 1 (formulas: wire ratio), the message is dense.
+
+    It contains the same entries, so the training is the same.
     """
     run = pg.train(vectors(dtype=torch.float32), "data(4, compress=top_k(0.3))", runs=tmp_path)
     told = [line for line in run.select_lines("choice") if line["what"] == "message"]
@@ -572,7 +585,7 @@ def test_compression_time_is_in_the_record(tmp_path: Path) -> None:
 
 # ---- failures --------------------
 class Bad(nn.Module):
-    """A gradient is nan from its seventh backward on, and no loss."""
+    """A model with a gradient that is nan from its seventh backward on. Its loss stays finite."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -598,8 +611,10 @@ def test_non_finite_gradient_is_named(pool: Launcher, text: str) -> None:
 
 
 def cycling(optimizer: torch.optim.Optimizer) -> Any:
-    """Of momentum too: what it made of an SGD without any came on top of dgc's, and was left
-    out in silence.
+    """Return a scheduler that also sets the momentum.
+
+    Earlier, it gave momentum to an SGD without any, in addition to that of dgc. This second
+    momentum was left out silently.
     """
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=100)
 
@@ -652,8 +667,9 @@ def test_invalid_compressions_are_refused_at_start(text: str, tmp_path: Path) ->
     ],
 )
 def test_resumed_compressed_run_is_bit_equal(tmp_path: Path, text: str) -> None:
-    """In the middle of an epoch, with decay; what waits, velocities, what decay made, and the
-    last factor.
+    """The run is saved in the middle of an epoch, with weight decay.
+
+    The checkpoint has residuals, velocities, the buffer of weight decay, and the last factor.
     """
     made = vectors(optimizer=functools.partial(heavy, weight_decay=0.01), dtype=torch.float32)
     strategy = f"data(3, compress={text})"
@@ -666,7 +682,7 @@ def test_resumed_compressed_run_is_bit_equal(tmp_path: Path, text: str) -> None:
 
 @pytest.mark.story
 def test_resume_at_step_300_of_mnist(data: Path, tmp_path: Path) -> None:
-    """And under two workers, and serial, it goes on too, from the same weights."""
+    """The run also continues under two workers and under serial, from the same weights."""
     made = pg.job("mnist-mlp", width=1024).replace(test=None, metric=None)
     whole = pg.train(
         made, "data(4, compress=dgc(0.01))", runs=tmp_path, data=data, save=300, limit=320
@@ -710,7 +726,10 @@ def test_resume_with_another_number_of_ranks_keeps_the_sum(tmp_path: Path) -> No
 
 
 def test_serial_resumes_momentum_and_names_what_it_drops(tmp_path: Path) -> None:
-    """SGD has its momentum again, and a buffer: the sum of all velocities."""
+    """SGD has its momentum again.
+
+    Its buffer is the sum of all velocities, also that of weight decay.
+    """
     made = vectors(optimizer=functools.partial(heavy, weight_decay=0.01))
     first = pg.train(
         made.replace(epochs=2), "data(2, compress=dgc(0.05, warmup=0))", runs=tmp_path, save=3
@@ -748,8 +767,9 @@ def test_serial_resumes_momentum_and_names_what_it_drops(tmp_path: Path) -> None
 def test_pending_velocities_are_not_residuals(
     tmp_path: Path, first: str, second: str, left: str | None
 ) -> None:
-    """What dgc had not sent went on under top_k as gradients, and had SGD's momentum once more:
-    4.8 times as far.
+    """Earlier, top_k took the unsent velocities of dgc for gradients.
+
+    SGD then applied its momentum to them once more, so they moved the weights 4.8 times as far.
     """
     run = pg.train(
         vectors(optimizer=heavy, epochs=2), f"data(2, compress={first})", runs=tmp_path, save=3
@@ -762,7 +782,7 @@ def test_pending_velocities_are_not_residuals(
     )
     told = [line["picked"] for line in on.select_lines("choice") if line["what"] == "checkpoint"]
     assert [each for each in told if each.startswith("without")] == ([left] if left else [])
-    # which loses nothing: serial, from the same checkpoint
+    # top_k(1.0) is lossless, so it equals serial from the same checkpoint
     if second == "top_k(1.0)":
         serial = pg.train(
             vectors(optimizer=heavy, epochs=3), "serial", runs=tmp_path, resume=run.folder
@@ -771,8 +791,10 @@ def test_pending_velocities_are_not_residuals(
 
 
 def test_pending_residual_of_a_now_small_tensor_is_applied(tmp_path: Path) -> None:
-    """Divided by two ranks it is sent as it is; what had not been sent of it is no gradient,
-    and gets no momentum. Beside a run that sends all of it at once.
+    """Divided over two ranks, the tensor is so small that it is sent as it is.
+
+    Its unsent part is not a gradient and gets no momentum. The result equals that of a run that
+    sends all of it at once.
     """
     made = vectors(optimizer=heavy, epochs=2)
     first = pg.train(
@@ -789,7 +811,7 @@ def test_pending_residual_of_a_now_small_tensor_is_applied(tmp_path: Path) -> No
 
 
 class Rare(nn.Module):
-    """A branch that is not taken any more after three steps."""
+    """A model with a branch that is not used any more after three steps."""
 
     steps: Tensor
 
@@ -809,7 +831,10 @@ class Rare(nn.Module):
 
 
 def test_state_without_recent_gradients_is_saved_too(tmp_path: Path) -> None:
-    """What a codec goes on from was in no further checkpoint before it was made anew."""
+    """After a resume, a codec is made when its tensor has a gradient again.
+
+    Earlier, checkpoints before that did not contain its state.
+    """
     made = vectors(model=Rare)
     first = pg.train(
         made.replace(epochs=1), "data(2, compress=power_sgd(1))", runs=tmp_path, save=3
@@ -857,7 +882,7 @@ def test_dgc_takes_over_the_momentum_of_a_checkpoint(tmp_path: Path) -> None:
     assert close(run.model().state_dict(), serial.model().state_dict())
 
 
-# ---- a loop of one's own --------------------
+# ---- a user's own loop --------------------
 def own_loop(world: World, strategy: str) -> tuple[State, float, bool]:
     torch.manual_seed(0)
     model = wide().double()
@@ -877,7 +902,7 @@ def own_loop(world: World, strategy: str) -> tuple[State, float, bool]:
 
 
 def test_compression_in_a_user_loop(pool: Launcher) -> None:
-    """Afterwards the optimizer is the user's again, with its momentum."""
+    """After the loop, the optimizer has the user's momentum and a momentum buffer again."""
     found = pool.run(own_loop, "data(2, compress=dgc(0.05, warmup=0))", size=2)
     assert equal(found[0][0], found[1][0])
     assert [each[1:] for each in found] == [(0.9, True)] * 2
@@ -885,9 +910,10 @@ def test_compression_in_a_user_loop(pool: Launcher) -> None:
 
 # ---- under plain DDP -------------------------------------------------------------------------
 def hooked(world: World, text: str, own: bool, steps: int = 4) -> list[State]:
-    """The weights after each step of plain DDP with a hook of ours, on equal parts that differ
-    by rank. own: two parameters in a bucket, so that DDP builds its buckets anew after the
-    first step.
+    """Return the weights after each step of plain DDP with a hook of paragrad.
+
+    All ranks have equal numbers of different samples. own: the hook gets the optimizer. A bucket
+    has two parameters, so DDP builds its buckets again after the first step.
     """
     from torch.nn.parallel import DistributedDataParallel
 
@@ -907,7 +933,7 @@ def hooked(world: World, text: str, own: bool, steps: int = 4) -> list[State]:
 
 
 def hook_steps(text: str, steps: int = 4) -> list[State]:
-    """The same in plain torch, without DDP."""
+    """Return the same weights, computed in plain torch without DDP."""
     torch.manual_seed(0)
     model = wide().double()
     ranks = 3
@@ -946,7 +972,7 @@ def hook_steps(text: str, steps: int = 4) -> list[State]:
 @pytest.mark.parametrize("text", ["top_k(0.05)", "dgc(0.05, warmup=0)"])
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_compression_hook_under_plain_ddp(pool: Launcher, text: str, backend: str) -> None:
-    """What is kept is by parameter: DDP builds its buckets anew after the first step."""
+    """Residuals belong to parameters, because DDP builds its buckets again after the first step."""
     ranks = pool.run(hooked, text, text.startswith("dgc"), size=3, backend=backend)
     for one, other in zip(ranks[0], hook_steps(text), strict=True):
         assert close(one, other)
@@ -963,21 +989,22 @@ def test_every_compressor_is_a_hook(pool: Launcher, text: str) -> None:
     # it really compresses
     assert not torch.equal(ranks[0][0][LARGE], plain[0][0][LARGE])
     found = pool.run(beside_torchs, text, 20, size=2, backend="shm")[0]
-    # what is fed back, or drawn, comes to the mean
+    # over many steps, error feedback or random rounding gives the mean
     mean = found[0][2]
     sent = sum(ours for ours, *_ in found) / len(found)
-    # a sum would be 1 off
+    # a sum instead of a mean would differ from it by 1 norm of the mean
     assert float((sent - mean).norm()) < 0.5 * float(mean.norm())  # type: ignore[union-attr]
 
 
 def beside_torchs(world: World, text: str, steps: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Of the large weight in each step the gradient by our hook, by torch's own, and the mean,
-    at fixed weights.
+    """Return the gradients of the large weight in each step, at fixed weights.
+
+    For each step: by paragrad's hook, by torch's hook, and the mean.
     """
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
     from torch.nn.parallel import DistributedDataParallel
 
-    # DDP lets no hook of the other name through without NCCL
+    # without NCCL, DDP refuses torch's bf16 hook by its name
     def brain(state, bucket):  # type: ignore[no-untyped-def]
         return default_hooks.bf16_compress_hook(state, bucket)
 
@@ -1015,8 +1042,9 @@ def beside_torchs(world: World, text: str, steps: int) -> list[tuple[Tensor, Ten
     [("bf16", 2**-8), pytest.param("fp16", 2**-11, marks=pytest.mark.story)],
 )
 def test_half_precision_equals_the_torch_hooks(pool: Launcher, text: str, eps: float) -> None:
-    """Rounded before and after the sum, in both; fp16 is scaled here, so that small numbers
-    keep their bits.
+    """Both hooks round before and after the sum.
+
+    paragrad scales fp16, so that small numbers keep their bits.
     """
     ((ours, theirs, mean),) = pool.run(beside_torchs, text, 1, size=2, backend="gloo")[0]
     most = float(mean.abs().max())
@@ -1027,8 +1055,8 @@ def test_half_precision_equals_the_torch_hooks(pool: Launcher, text: str, eps: f
 
 @pytest.mark.story
 def test_power_sgd_feedback_equals_the_torch_hook(pool: Launcher) -> None:
-    """Of the same gradient again and again what was sent comes to its sum."""
-    # torch's begins with the third
+    """If the gradient is the same in each step, what is sent adds up to the gradients' sum."""
+    # torch's hook begins to compress in the third step
     found = pool.run(beside_torchs, "power_sgd(1)", 40, size=2, backend="gloo")[0][2:]
     mean = found[0][2]
     ours, theirs = (sum(each[which] for each in found) / len(found) for which in (0, 1))
@@ -1075,9 +1103,7 @@ def test_incomplete_hook_is_refused(
 
 
 def hook_failing(world: World) -> str:
-    """What DDP's backward says of a gradient that is nan in the third step, on the last rank
-    alone.
-    """
+    """Return the error of DDP's backward for a nan gradient in the third step, on the last rank."""
     from torch.nn.parallel import DistributedDataParallel
 
     model = wide()
@@ -1106,7 +1132,7 @@ def test_failing_hook_names_step_and_parameter(pool: Launcher) -> None:
 
 
 class Turned(nn.Module):
-    """Two complex parameters, one of which is compressed."""
+    """A model with two complex parameters, one of which is compressed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1139,7 +1165,7 @@ CASES = (
 
 
 def beside_plain(world: World, text: str) -> dict[str, tuple[State, State]]:
-    """Of every case the weights under a hook, and under DDP's own."""
+    """Return for each case the weights under a hook of paragrad, and under plain DDP."""
     return {
         case: (under_ddp(world, case, text), under_ddp(world, case, ""))
         for case in CASES
@@ -1148,7 +1174,7 @@ def beside_plain(world: World, text: str) -> dict[str, tuple[State, State]]:
 
 
 def under_ddp(world: World, case: str, text: str) -> State:
-    """The weights after some steps of DDP with a hook that loses nothing, or without one."""
+    """Return the weights after some steps of DDP, with a lossless hook or without a hook."""
     from torch.nn.parallel import DistributedDataParallel
 
     torch.manual_seed(0)
@@ -1162,7 +1188,7 @@ def under_ddp(world: World, case: str, text: str) -> State:
     if case == "added":
         held, later = held[:2], held[2:]
     optimizer = heavy(held, weight_decay=0.05)
-    for _ in range(2 if case == "used before" else 0):  # on all ranks alike
+    for _ in range(2 if case == "used before" else 0):  # the same on all ranks
         model(torch.ones(4, 400, dtype=torch.float64)).square().mean().backward()
         optimizer.step()
     ddp = DistributedDataParallel(model)
@@ -1186,7 +1212,7 @@ def under_ddp(world: World, case: str, text: str) -> State:
         if case == "momentum from the third step on":
             optimizer.param_groups[0]["momentum"] = 0.0 if step < 2 else 0.9
         if case == "closure":
-            # a batch that the user leaves out
+            # a batch with an error, which the user skips
             with contextlib.suppress(ZeroDivisionError):
                 optimizer.step(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
             optimizer.step(functools.partial(backward, step))
@@ -1203,10 +1229,12 @@ def under_ddp(world: World, case: str, text: str) -> State:
 
 @pytest.mark.parametrize("text", ["dgc(1.0, warmup=0, masking=false)", "top_k(1.0)"])
 def test_lossless_hook_equals_ddp(pool: Launcher, text: str) -> None:
-    """Of complex parameters half was exchanged; decay was that of other places where a
-    parameter has strides of its own; a group that was added had neither momentum nor decay;
-    where momentum is 0 at first the last gradient stood for it; in a closure it was 0, and for
-    good where that failed.
+    """A lossless hook trains as plain DDP does. Earlier, each of these cases was wrong.
+
+    Only half of a complex parameter was exchanged. If a parameter had its own strides, it got the
+    weight decay of other elements. A group that was added later had neither momentum nor decay. If
+    the momentum was 0 at first, the last gradient took the place of the momentum buffer. In a
+    closure, the momentum was 0, and it stayed 0 if the closure failed.
     """
     ranks = pool.run(beside_plain, text, size=2, backend="shm")
     assert [case for case, (ours, plainly) in ranks[0].items() if not close(ours, plainly)] == []
@@ -1288,15 +1316,18 @@ def hook_misused(world: World, case: str) -> str:
     ],
 )
 def test_invalid_uses_of_a_dgc_hook_are_refused(pool: Launcher, case: str, said: str) -> None:
-    """Two hooks each put back what the other had set aside, and SGD ended without momentum; so
-    did steps on gradients of elsewhere; a group that maximizes decayed to the other side.
+    """Earlier, each of two hooks restored what the other had set aside, so SGD lost its momentum.
+
+    Steps on gradients that dgc was not given had the same result. In a group that maximizes, weight
+    decay had the wrong sign.
     """
     assert said in pool.run(hook_misused, case, size=2)[0]
 
 
 def hook_closed(world: World) -> tuple[State, State, bool]:
-    """The weights after a step with a hook and three without, beside those of an SGD that
-    begins with the second step; is nothing left of hooks that nobody has?
+    """Return the weights after one step with a hook and three without, and those of a new SGD.
+
+    The new SGD begins with the second step. The last value says whether all unused hooks are freed.
     """
     from torch.nn.parallel import DistributedDataParallel
 
@@ -1335,16 +1366,17 @@ def hook_closed(world: World) -> tuple[State, State, bool]:
 
 
 def test_closed_hook_returns_the_optimizer(pool: Launcher) -> None:
-    """Its thread, and what it keeps, stayed for as long as the process."""
+    """Earlier, the thread and the state of a closed hook stayed until the process ended."""
     for one, other, gone in pool.run(hook_closed, size=2):
         assert equal(one, other)
         assert gone
 
 
-# ---- one of a user's own ---------------------------------------------------------------------
+# ---- compressors of users --------------------------------------------------------------------
 class Louder(pg.Compressor):
-    """Every number, times a factor that grows with the epoch, and with each step that its codec
-    remembers.
+    """A compressor that multiplies each number by a factor.
+
+    The factor grows with the epoch, and with each step that its codec remembers.
     """
 
     times: int = pg.option(pg.Integer(), default=1)
@@ -1376,8 +1408,9 @@ class Loud(pg.Codec):
 
 
 def test_user_compressor_may_change_in_each_epoch(pool: Launcher) -> None:
-    """Nobody asked what it is in an epoch, and what its codecs remembered was forgotten where
-    it became another.
+    """Earlier, the compressor was not adapted to the epoch.
+
+    If it changed, the memory of its codecs was lost.
     """
     made = vectors(optimizer=functools.partial(torch.optim.SGD, lr=0.005))
     ours = steps_on(pool, made, "data(2, compress=louder)")
@@ -1394,7 +1427,7 @@ def test_user_compressor_may_change_in_each_epoch(pool: Launcher) -> None:
 
 
 def test_user_compressor_under_a_hook(pool: Launcher) -> None:
-    """DDP tells of no epochs: the step stood for one."""
+    """DDP does not report epochs. Earlier, the step was taken for the epoch."""
     found = pool.run(beside_torchs, "louder", 4, size=2, backend="shm")[0]
     for step, (ours, _, mean) in enumerate(found):
         assert float((ours - (1 + step) * mean).norm()) <= 1e-6 * float(ours.norm())

@@ -1,6 +1,4 @@
-"""The buckets of an exchange: how many a small model has, and where the record says that their
-time went.
-"""
+"""Buckets of an exchange: their number for a small model, and their times in the record."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ def just_below_a_megabyte(dtype: torch.dtype) -> nn.Module:
 def spans(
     pool: Launcher, folder: Path, text: str, dtype: torch.dtype = torch.float32
 ) -> list[Line]:
-    """Those of rank 1 that are an exchange's, of a training of some steps."""
+    """Train for some steps, and return the exchange's spans of rank 1."""
     job: pg.Job = make_job("small", lambda: just_below_a_megabyte(dtype), VECTORS).replace(
         dtype=dtype
     )
@@ -53,8 +51,9 @@ def spans(
 def test_gradients_below_a_megabyte_share_one_bucket(
     pool: Launcher, tmp_path: Path, reduce: str, dtype: torch.dtype
 ) -> None:
-    """In every step, also after DDP has built its buckets anew: weight and loss have the
-    gradients' type, and go with them.
+    """All gradients share one bucket in every step, also after DDP has rebuilt its buckets.
+
+    Weight and loss have the gradients' type, and are sent with them.
     """
     found = spans(pool, tmp_path, f"data(2, reduce={reduce})", dtype)
     sends = [span for span in found if span["lane"] == "send"]
@@ -64,7 +63,10 @@ def test_gradients_below_a_megabyte_share_one_bucket(
 
 @pytest.mark.parametrize("reduce", ["ring", "star(reproducible=true)"])
 def test_record_splits_the_time_of_an_exchange(pool: Launcher, tmp_path: Path, reduce: str) -> None:
-    """Late others, messages, and the rest, one after the other within the whole."""
+    """The record splits the time of an exchange into three parts, one after the other.
+
+    They are the wait for late ranks, the messages, and the rest.
+    """
     found = spans(pool, tmp_path, f"data(3, reduce={reduce})")
     for step in {span["step"] for span in found}:
         whole, *parts = [span for span in found if span["step"] == step]
@@ -72,7 +74,7 @@ def test_record_splits_the_time_of_an_exchange(pool: Launcher, tmp_path: Path, r
         assert {part["bytes"] for part in parts} == {None}
         start = whole["start"]
         for part in parts:
-            # as exact as the record
+            # the precision of the record
             assert part["start"] == pytest.approx(start, abs=2e-6)
             start += part["seconds"]
         assert start <= whole["start"] + whole["seconds"] + 4e-6

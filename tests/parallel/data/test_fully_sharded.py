@@ -1,8 +1,6 @@
-"""data(n, state=fully_sharded): what every rank holds and sends, what are groups, tests of the
-model, and what is refused.
+"""data(n, state=fully_sharded): memory, sent bytes, units, tests of the model, and refusals.
 
-That it is serial's training is in the equality table, saving and resuming in
-test_checkpoint.py.
+The equality table compares its training with serial. test_checkpoint.py tests saving and resuming.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ pytestmark = pytest.mark.processes
 BOUND = 1e-10
 WIDTH = 128
 LAYERS = 8
-LAYER = 4 * WIDTH * (WIDTH + 1)  # bytes of one
+LAYER = 4 * WIDTH * (WIDTH + 1)  # bytes of one layer
 WIDE = TensorDataset(numbers(32, WIDTH, seed=1), numbers(32, WIDTH, seed=2))
 
 
@@ -52,8 +50,9 @@ EIGHT = job(
 
 # ---- memory and bytes ------------------------------------------------------------------------
 def alive() -> int:
-    """Bytes of all tensors of this process that hold some, every storage once, with gradients
-    nobody in Python holds.
+    """Return the bytes of all tensors of this process that have values, each storage once.
+
+    Gradients that no Python variable refers to are counted too.
     """
     gc.collect()
     found: dict[int, int] = {}
@@ -68,7 +67,7 @@ def alive() -> int:
 
 
 def at_rest(world: World, chosen: Strategy) -> tuple[int, dict[str, Any]]:
-    """(what a training holds after two steps, bytes sent in the second)."""
+    """Return (bytes that a training holds after two steps, bytes sent in the second step)."""
     before = alive()
     trainer = Trainer.build_for_job(world, EIGHT, chosen)
     try:
@@ -85,14 +84,15 @@ def at_rest(world: World, chosen: Strategy) -> tuple[int, dict[str, Any]]:
 
 @pytest.mark.story
 def test_rank_holds_its_shard_of_parameters_and_state(pool: Launcher) -> None:
-    """Adam: parameters, gradients, two of state. Every live tensor of a rank is counted, those
-    left behind too.
+    """With Adam, a rank holds its shards of parameters, gradients and two tensors of state.
+
+    Every live tensor of a rank is counted, also a tensor that was kept by mistake.
     """
     serial, _ = at_rest(World(), Serial(threads=1))
     assert 4 * LAYERS * LAYER <= serial <= 4.2 * LAYERS * LAYER
     ranks = pool.run(at_rest, resolved("data(4, state=fully_sharded)"), size=4)
     assert max(held for held, _ in ranks) <= 0.45 * serial
-    # every layer gathered for forward and for backward, and summed once
+    # every layer is gathered for forward and for backward, and its gradient is summed once
     for _, sent in ranks:
         assert sent["parameters"] == {"bytes": 2 * LAYERS * LAYER // 4 * 3, "computed": True}
         assert sent["gradients"] == {"bytes": LAYERS * LAYER // 4 * 3, "computed": True}
@@ -103,7 +103,7 @@ def test_first_step_is_checked_and_memory_is_recorded(tmp_path: Path) -> None:
     run = train(
         EIGHT.replace(test=WIDE, metric=None), "data(2, state=fully_sharded)", runs=tmp_path
     )
-    # later steps too: the whole model is put together for them
+    # later steps are checked too; the whole model is gathered for them
     checked = [line["message"] for line in run.select_lines("event") if line["name"] == "checked"]
     assert len(checked) > 1
     assert set(checked) == {
@@ -122,10 +122,11 @@ def test_first_step_is_checked_and_memory_is_recorded(tmp_path: Path) -> None:
         torch.testing.assert_close(run.model().state_dict()[name], value, rtol=1e-2, atol=1e-3)
 
 
-# ---- groups ----------------------------------------------------------------------------------
+# ---- units -----------------------------------------------------------------------------------
 class Penalised(nn.Module):
-    """Two blocks, and a penalty on the first one's weight outside of its call; the second is
-    called twice.
+    """A model that uses the first layer's weight outside of its call, in a penalty.
+
+    It calls its second layer twice.
     """
 
     def __init__(self) -> None:
@@ -146,7 +147,7 @@ def of(model: nn.Module, example: Tensor) -> list[str]:
 def test_fsdp_units_are_modules_with_private_parameters() -> None:
     assert of(eight_equal(), torch.zeros(2, WIDTH)) == [str(each) for each in range(LAYERS)]
     assert of(Penalised(), torch.zeros(2, 10)) == ["out"]
-    # tied; a transposed output is a view
+    # the weights are tied; a transposed output is a view
     assert of(TiedLstm(), torch.zeros(2, 7, dtype=torch.long)) == []
     assert of(
         nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4))),
@@ -164,8 +165,9 @@ ODD: dict[str, Callable[[], nn.Module]] = {"penalised": Penalised}
 
 
 class Odd(nn.Module):
-    """A scalar, an empty, a complex and a transposed parameter, and one with fewer rows than
-    ranks; a double view.
+    """A model with a scalar, an empty, a complex, a transposed and an unused parameter.
+
+    One parameter has fewer rows than there are ranks. The output is a view of a complex tensor.
     """
 
     def __init__(self) -> None:
@@ -185,9 +187,10 @@ ODD["odd parameters"] = Odd
 
 
 class SavedHead(nn.Module):
-    """As PEFT's modules_to_save: a tied head that is kept and not called, and its trained copy.
+    """A model like PEFT's modules_to_save: a tied head is kept but not called; its copy is trained.
 
-    There was a KeyError of the tied weight: the unit that held it broke the tie.
+    Earlier, the unit that held the tied weight broke the tie, so a KeyError of that weight was
+    raised.
     """
 
     def __init__(self) -> None:
@@ -239,10 +242,11 @@ def with_factor_alone(world: World) -> None:
         trainer.step(*separate_target(next(trainer.batches(JOBS["mlp"].train, 12, epoch=0))))
 
 
-# ---- tests of the model, and optimizers with modes -------------------------------------------
+# ---- evaluation, and optimizers with modes ---------------------------------------------------
 def scores(world: World, chosen: Strategy, made: Job) -> list[float]:
-    """The loss over 515 samples, of which two ranks have 2 and 3 batches, before, between and
-    after steps.
+    """Return the losses of tests before, between and after steps.
+
+    The test has 515 samples; one of two ranks has 2 batches, and the other has 3.
     """
     data = TensorDataset(numbers(515, 10, seed=8), whole(4, 515, seed=9))
     trainer = Trainer.build_for_job(world, made, chosen)
@@ -250,7 +254,7 @@ def scores(world: World, chosen: Strategy, made: Job) -> list[float]:
         found = [trainer.evaluate(data)]
         for fetched in trainer.batches(made.train, made.batch, epoch=0):
             trainer.step(*separate_target(fetched))
-            # one rank has none
+            # with one sample, one rank has no batch
             found += [trainer.evaluate(data), trainer.evaluate(TensorDataset(*data[:1]))]
         return found
     finally:
@@ -267,9 +271,9 @@ def test_evaluation_with_unequal_batch_counts_per_rank(pool: Launcher, optimizer
         assert found == pytest.approx(expected, rel=1e-10)
 
 
-# ---- what is refused, and what ends a step ---------------------------------------------------
+# ---- refusals, and errors that end a step ----------------------------------------------------
 class Deciding(nn.Module):
-    """What it calls, and what it uses of that, is decided in Python."""
+    """A model in which a Python attribute decides which layers it calls, and what it uses."""
 
     way = "all"
 
@@ -321,7 +325,7 @@ def test_unshardable_model_is_refused_in_one_sentence(tmp_path: Path, what: str)
 
 
 def otherwise(world: World, chosen: Strategy, way: str) -> None:
-    """In step 1 the model of rank 1 goes another way."""
+    """Train; from step 1 on, the model of rank 1 takes another path."""
     made = job("deciding", Deciding, VECTORS)
     trainer = Trainer.build_for_job(world, made, chosen)
     try:
@@ -347,8 +351,10 @@ def otherwise(world: World, chosen: Strategy, way: str) -> None:
 def test_rank_with_another_control_flow_ends_the_step(
     pool: Launcher, way: str, wanted: str, told: str
 ) -> None:
-    """Parameters are gathered from all ranks when a module is called, and half of them do not
-    call it: a sentence, no wait, and no sums of what does not belong together.
+    """If a rank takes another path, the step ends with one clear error.
+
+    Parameters are gathered from all ranks when a module is called, and half of the ranks do not
+    call it. No rank waits for ever, and gradients that do not belong together are not summed.
     """
     with pytest.raises(
         RankFailed, match=f'rank 1, step 1.*in step 0 this was "{wanted}", and now it is "{told}"'
@@ -357,8 +363,9 @@ def test_rank_with_another_control_flow_ends_the_step(
 
 
 def test_fsdp_division_needs_sum_as_reduction(pool: Launcher) -> None:
-    """In float32 FSDP2 plays a division by 1.0 as PREMUL_SUM, which no backend of a CPU knows,
-    unless it is told to sum.
+    """In float32, FSDP2 divides by 1.0 with the reduction PREMUL_SUM, unless it is told to sum.
+
+    No CPU backend has that reduction.
     """
     with pytest.raises(RankFailed, match=r"(?i)premul"):
         pool.run(with_factor_alone, size=2)
@@ -384,8 +391,9 @@ def test_invalid_fully_sharded_options_are_refused() -> None:
 
 
 class Renormed(nn.Module):
-    """An embedding of bounded norms: the forward makes rows shorter, once training has made
-    them long.
+    """A model with an embedding of bounded norms.
+
+    The forward shortens rows when training has made them too long.
     """
 
     def __init__(self) -> None:
@@ -400,8 +408,10 @@ class Renormed(nn.Module):
 
 @pytest.mark.parametrize("state", ["fully_sharded", "shared_memory"])
 def test_parameter_written_by_a_later_forward(state: str, tmp_path: Path) -> None:
-    """No row was too long in step 0, so nobody looked again: what was written was let go, or
-    made by every rank at once.
+    """A forward that changes a parameter in a later step ends the run.
+
+    In step 0 no row is too long. Earlier, later steps were not checked. The change was lost, or
+    every rank made it at the same time.
     """
     renormed = job(
         "renormed", Renormed, TensorDataset(whole(11, 29, 7, seed=5), whole(4, 29, seed=2))
@@ -414,7 +424,7 @@ def test_parameter_written_by_a_later_forward(state: str, tmp_path: Path) -> Non
 
 
 class Sloped(nn.Module):
-    """Takes a gradient by its inputs in its forward, as potentials of molecules do."""
+    """A model whose forward computes a gradient by its inputs, as potentials of molecules do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -428,8 +438,10 @@ class Sloped(nn.Module):
 
 
 def test_fsdp_unit_without_autocast(tmp_path: Path) -> None:
-    """Under autocast the inner backward sees copies of the weights; rehearsed without, it found
-    those of a group gone.
+    """Units are found with autocast and without it.
+
+    Under autocast, the inner backward uses copies of the weights. Earlier, the rehearsal without
+    autocast failed, because the weights of a unit were already freed.
     """
     run = train(
         job("sloped", Sloped, VECTORS, dtype=torch.bfloat16),

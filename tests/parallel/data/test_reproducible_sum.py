@@ -1,5 +1,6 @@
-"""Reproducible sums: the same bits for every order and grouping, as near as the bound says;
-numbers that are hard on floats.
+"""Reproducible sums: the same bits for every order and grouping, and errors within the bound.
+
+The numbers are difficult cases for floats.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ ADVERSARIAL = {
 
 
 def summed(vectors: list[torch.Tensor]) -> torch.Tensor:
-    """As the ranks do it, in the order of the list."""
+    """Return the sum of the vectors as ranks compute it, in the order of the list."""
     shift = INTEGER_BITS - max(map(compute_exponent, vectors)) - (len(vectors) - 1).bit_length()
     whole = convert_to_integers(vectors[0], shift)
     for vector in vectors[1:]:
@@ -61,7 +62,7 @@ def test_every_order_gives_the_same_bits_within_the_bound(case: str) -> None:
 
 
 def test_plain_sums_depend_on_the_order() -> None:
-    """Otherwise the cases above would show nothing."""
+    """Plain sums of these cases depend on the order; otherwise the cases would show nothing."""
     for case in ("cancels", "tiny beside huge", "halves"):
         vectors = [torch.tensor(row, dtype=torch.float64) for row in ADVERSARIAL[case]]
         results = {tuple(sum(order).tolist()) for order in permutations(vectors)}
@@ -83,8 +84,9 @@ def test_every_type_is_summed_reproducibly(dtype: torch.dtype) -> None:
 
 
 def test_float32_is_rounded_once() -> None:
-    """Through float64 this sum would be rounded to a tie, and then to the even neighbour
-    below.
+    """The sum of float32 numbers is rounded once.
+
+    With a step through float64, it would be rounded to a tie, and then to the even neighbour below.
     """
     vectors = [torch.tensor([value]) for value in (1.0, 2.0**-24, 2.0**-55)]
     assert summed(vectors).item() == 1.0 + 2.0**-23

@@ -1,5 +1,6 @@
-"""data(n, state=shared_memory): every optimizer as in serial, its state on the host once, and
-what is refused.
+"""data(n, state=shared_memory): training equals serial with every optimizer.
+
+The optimizer's state exists once on a host. Some tests check what is refused.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ pytestmark = pytest.mark.processes
 
 
 class Lion(torch.optim.Optimizer):
-    """An optimizer that this library has never heard of."""
+    """An optimizer that paragrad does not know."""
 
     def __init__(self, parameters: object, lr: float) -> None:
         super().__init__(parameters, {"lr": lr})  # type: ignore[arg-type]
@@ -67,7 +68,7 @@ class Lion(torch.optim.Optimizer):
 
 
 class Together(torch.optim.SGD):
-    """Clips by the norm of all gradients: no rank can do it for a part of them."""
+    """An optimizer that clips by the norm of all gradients; no rank with a part can compute it."""
 
     @torch.no_grad()
     def step(self, closure: object = None) -> None:  # type: ignore[override]
@@ -78,8 +79,9 @@ class Together(torch.optim.SGD):
 
 
 class Lookahead(torch.optim.Optimizer):
-    """A wrapper never initialised as an Optimizer: it takes the groups of another. Shared
-    memory asked it for its hooks: "'Lookahead' object has no attribute
+    """A wrapper that does not call Optimizer.__init__ and uses the groups of another optimizer.
+
+    Earlier, shared memory read its hooks and failed: "'Lookahead' object has no attribute
     '_optimizer_step_pre_hooks'".
     """
 
@@ -105,7 +107,7 @@ class Lookahead(torch.optim.Optimizer):
 
 
 def hooked(parameters: object) -> torch.optim.Optimizer:
-    """A step hook that keeps every row at length one."""
+    """Return an SGD with a step hook that gives every row the length one."""
     kept = list(parameters)  # type: ignore[call-overload]
     optimizer = torch.optim.SGD(kept, lr=0.1, momentum=0.9)
 
@@ -231,8 +233,9 @@ def test_optimizers_without_shared_memory(name: str, chosen: str, tmp_path: Path
 
 
 def plainly(each: Job) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """The parameters in eval mode after a loop that anyone would write, and the loss of the
-    test set after each epoch.
+    """Train in a plain PyTorch loop, and test in eval mode after each epoch.
+
+    Return the parameters in eval mode, and the loss of the test set after each epoch.
     """
     model = each.build_model()
     order = each.make_order(range(29))
@@ -265,8 +268,10 @@ def plainly(each: Job) -> tuple[dict[str, torch.Tensor], list[float]]:
     ],
 )
 def test_modes_of_an_optimizer_in_training_test_model_and_resume(kind: str, tmp_path: Path) -> None:
-    """schedule-free optimizers change the parameters for evaluation; what was tested and saved
-    was the other ones.
+    """Tests and saved models use the optimizer's eval mode; training uses its train mode.
+
+    schedule-free optimizers change the parameters for evaluation. Earlier, the other parameters
+    were tested and saved.
     """
     if kind == "schedulefree":
         pytest.importorskip("schedulefree", reason="schedulefree is not installed")
@@ -318,8 +323,10 @@ def test_slices_divide_the_work() -> None:
 
 
 def held(world: World, each: Job) -> tuple[int, int, int, set[int]]:
-    """(bytes of the rows in use, elements of this rank's Adam state, of all parameters,
-    storages of the parameters).
+    """Train one epoch and return the memory of this rank.
+
+    The result is (bytes of the rows in use, elements of this rank's Adam state, elements of all
+    parameters, sizes of the parameters' storages).
     """
     trainer = Trainer.build_for_job(
         world, each, strategy(f"data({world.size}, state=shared_memory)")
@@ -355,18 +362,19 @@ def test_state_is_on_the_host_once(pool: Launcher) -> None:
     )
     found = pool.run(held, each, size=3, backend="shm")
     row, _, parameters, storages = found[0]
-    # two moments of everything, over all ranks
+    # two moments of all parameters, over all ranks
     assert sum(state for _, state, _, _ in found) == 2 * parameters
     assert row == sum(align_to_cache_line(4 * length) for length in (3000, 300, 1200, 4))
-    # a storage each, as files of checkpoints want
+    # each parameter has a storage of its own, as checkpoint files need
     assert storages == {4 * length for length in (3000, 300, 1200, 4)}
 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("optimizer", ["SGD, Nesterov", "Adagrad", "groups", "Adafactor", "Lion"])
 def test_resume_from_serial_and_back(tmp_path: Path, optimizer: str) -> None:
-    """Saved in serial, gone on with in shared memory, saved there, gone on with in serial: as
-    serial throughout.
+    """A training that moves from serial to shared memory and back equals serial.
+
+    It is saved in serial, continued and saved in shared memory, and continued in serial.
     """
     each = job(
         "there and back",
@@ -388,7 +396,7 @@ def test_resume_from_serial_and_back(tmp_path: Path, optimizer: str) -> None:
     third = train(each, "serial", runs=tmp_path, resume=second.folder)
     for name, wanted in whole.model().state_dict().items():
         torch.testing.assert_close(third.model().state_dict()[name], wanted, rtol=1e-10, atol=1e-13)
-    # the kernels of a run are no part of the training
+    # the kernels that a run chooses are not saved
     for group in find_newest_checkpoint(second.folder).state["optimizer"]["groups"]:
         assert group.get("fused") is None
         assert group.get("foreach") is None
@@ -487,8 +495,10 @@ TENSOR = {"Adafactor", "normed SGD", "momenta in a dictionary"}
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_update_method_is_probed(name: str) -> None:
-    """It was read off a list of types, which knew no subclass, no other library's optimizer,
-    and no hook.
+    """A trial on a small copy shows how an optimizer updates: by element, by tensor or all at once.
+
+    Earlier, the answer came from a list of types. The list did not cover subclasses, optimizers of
+    other libraries, and hooks.
     """
     model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(10, 200), nn.Linear(200, 4))
     optimizer = OPTIMIZERS[name](list(model.parameters()))
@@ -501,14 +511,14 @@ def test_update_method_is_probed(name: str) -> None:
         torch.equal(parameter, kept)
         for parameter, kept in zip(model.parameters(), before, strict=True)
     )
-    if name == "no lr":  # no scheduler takes it
+    if name == "no lr":  # schedulers refuse it
         return
     torch.optim.lr_scheduler.StepLR(optimizer, 2)  # wraps the step, and counts
     assert find_update_granularity(optimizer) == wanted
 
 
 def test_step_hooks_are_not_probed() -> None:
-    """It may hold the real parameters, which a trial would change."""
+    """A hook may hold the real parameters, which a trial would change."""
 
     def stopped(*_: object) -> None:
         raise AssertionError("run in a trial")
@@ -525,7 +535,7 @@ def test_step_hooks_are_not_probed() -> None:
 
 
 def test_optimizer_with_parameter_copies_is_not_sliced() -> None:
-    """A wrapper (lookahead, SAM) updates what it keeps, not what a trial gives it."""
+    """A wrapper (lookahead, SAM) updates the parameters that it keeps, not those of a trial."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3, 3))], lr=0.1)
     optimizer.inner = torch.optim.SGD(optimizer.param_groups[0]["params"], lr=0.1)
     assert find_update_granularity(optimizer) == "all"
@@ -533,9 +543,11 @@ def test_optimizer_with_parameter_copies_is_not_sliced() -> None:
 
 @pytest.mark.story
 def test_random_optimizer_trains_as_in_serial(tmp_path: Path) -> None:
-    """Noise in its step, and a scheduler that draws: every rank drew from a generator of its
-    own, so that replicas under an all-reduce came apart, and parameters in shared memory were
-    0.58 from serial's, in silence. Resumed, it draws on.
+    """An optimizer with noise in its step, and a scheduler that draws, train as in serial.
+
+    Earlier, every rank drew from its own generator. Replicas under an all-reduce diverged.
+    Parameters in shared memory differed by 0.58 from serial's, without an error. A resumed run
+    continues the draws.
     """
     noisy = job(
         "noisy",
@@ -577,8 +589,10 @@ def test_deterministic_optimizer_is_not_watched_again() -> None:
 
 
 def test_capturable_fails_alike(tmp_path: Path) -> None:
-    """torch refuses it on the CPU; but the fused kernel, which is chosen where memory is
-    shared, does not look.
+    """An optimizer with capturable=True fails with the same error under every strategy.
+
+    torch refuses it on the CPU. But the fused kernel, which is chosen in shared memory, does not
+    check it.
     """
     capturable = job(
         "capturable",
@@ -595,8 +609,9 @@ def test_capturable_fails_alike(tmp_path: Path) -> None:
 
 
 class Late(nn.Module):
-    """Its second layer is used where a batch has a sample above 5, which the first batch has
-    not.
+    """A model that uses its second layer only if a batch has a value above 5.
+
+    The first batch has no such value.
     """
 
     def __init__(self) -> None:
@@ -610,8 +625,10 @@ class Late(nn.Module):
 
 
 def test_parameter_first_used_in_a_later_step(tmp_path: Path) -> None:
-    """A mixture of experts, one of which had no sample in step 0, ended in step 1: torch's
-    fused SGD takes no momentum that some parameters have and others not yet.
+    """A parameter may get its first gradient in a later step.
+
+    Earlier, a mixture of experts failed in step 1 if one expert had no sample in step 0. torch's
+    fused SGD refuses momentum that some parameters have and others do not have yet.
     """
     late = job("late", Late, VECTORS)
     order = late.make_order(VECTORS).get_indices(0, range(len(VECTORS)))

@@ -1,5 +1,6 @@
-"""Ways of models on which parts went wrong late: in a test, after the first step, in a
-forward's end.
+"""Models that failed late when they were cut into stages.
+
+They failed in a test, after the first step, or at the end of a forward.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from paragrad.validation.validate import validate_run
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm"), pytest.mark.story]
 
 TOKENS = torch.cat([whole(20, 29, 8, seed=6) + 1, torch.zeros(29, 1, dtype=torch.long)], 1)
-# 4 to 8 tokens, then padding
+# each row has 4 to 8 tokens, then padding
 TOKENS[torch.arange(9) >= whole(5, 29, 1, seed=7) + 4] = 0
 SENTENCES = TensorDataset(TOKENS, whole(4, 29, seed=2))
 
@@ -47,8 +48,10 @@ class Encoder(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_encoder_with_another_path_in_eval_is_refused(tmp_path: Path) -> None:
-    """In eval mode torch gives zeros in padded places, and computed values while its layers are
-    watched: the score of a test was another one, in silence.
+    """An encoder whose output in eval mode differs when its layers are traced is refused.
+
+    torch gives zeros at padded positions in eval mode. When its layers are traced, torch computes
+    these positions. Earlier, the score of a test was different, without an error.
     """
     with pytest.raises(
         pg.Refused,
@@ -71,8 +74,9 @@ def test_encoder_with_another_path_in_eval_is_refused(tmp_path: Path) -> None:
 
 
 class TwoWays(nn.Module):
-    """Under a function mode, as while it is watched, and in eval mode it does something
-    else.
+    """A model with another output in eval mode if a torch function mode is active.
+
+    Such a mode is active while paragrad traces the model.
     """
 
     def __init__(self) -> None:
@@ -106,7 +110,10 @@ def frozen_head() -> nn.Module:
 
 
 def test_evaluation_weighs_the_loss_of_a_frozen_last_stage(tmp_path: Path) -> None:
-    """By samples, without a word: its graph began in the last part, where nothing wanted a
+    """A test weighs the loss as serial does, also if the last stage is frozen.
+
+    Earlier, the loss was weighed by the number of samples, without a message. The weight is read
+    from the graph of the loss. That graph began in the last stage, where no tensor required a
     gradient.
     """
     job = make_job(
@@ -127,10 +134,11 @@ def test_evaluation_weighs_the_loss_of_a_frozen_last_stage(tmp_path: Path) -> No
     assert tested[0]["value"] == pytest.approx(tested[1]["value"], rel=1e-12)
 
 
-# ---- what a unit gives -----------------------------------------------------------------------
+# ---- outputs of a unit -----------------------------------------------------------------------
 class Pyramid(nn.Module):
-    """An encoder gives a list, from which the way back takes the last; and a dict that is
-    changed.
+    """An encoder returns a list and a dict; the model changes both.
+
+    The decoder removes the last element of the list in each step.
     """
 
     class Down(nn.Module):
@@ -161,12 +169,15 @@ class Pyramid(nn.Module):
 
 @pytest.mark.parametrize("row", ["place(2, cut=[ups.0])", "pipeline(2, micro=3, cut=[ups.1])"])
 def test_list_returned_by_a_module_is_copied(pool: Launcher, row: str) -> None:
-    """It was the plan's own, and empty in the second forward: ValueError of zip."""
+    """A list that a unit returns is copied for each forward.
+
+    Earlier, the model emptied the plan's own list. The second forward raised ValueError of zip.
+    """
     assert found(pool, row, make_job("pyramid", Pyramid, VECTORS)).value <= 1e-10
 
 
 class Cropped(nn.Module):
-    """Slices and sizes by a tensor of one number."""
+    """A model that uses a tensor with one number as the end of a slice and as a size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,14 +196,16 @@ class Cropped(nn.Module):
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("row", ["place(2, cut=[middle])", "pipeline(2, micro=4, cut=[out])"])
 def test_size_that_is_a_tensor_is_read(pool: Launcher, row: str) -> None:
-    """Python's functions are not asked: the plan of another length was taken, and a module
-    blamed for its shapes.
+    """A slice end or a size that is a tensor is read as a value.
+
+    torch's function mode does not see Python's own functions. So the read of the value was missed.
+    Earlier, a plan for another length was used, and an error blamed a module for its shapes.
     """
     assert found(pool, row, make_job("cropped", Cropped, SENTENCES)).value <= 1e-10
 
 
 class Dropped(nn.Module):
-    """A dropout of a weight that the last part has too."""
+    """A model that applies dropout to a weight; the last stage uses the same weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,16 +220,19 @@ class Dropped(nn.Module):
 
 
 def test_draw_for_a_weight_of_two_stages_is_made_once(pool: Launcher) -> None:
-    """The later part made it again, and the model was said to draw another number of times than
-    when it was cut.
+    """Dropout of a weight that two stages use draws random numbers once.
+
+    Earlier, the later stage drew them again. An error then said that the model draws another number
+    of times than when it was cut.
     """
     job = make_job("dropped", Dropped, TensorDataset(TOKENS, whole(21, 29, seed=2)))
     assert found(pool, "place(2, cut=[out])", job).value <= 1e-10
 
 
 class Averaging(nn.Module):
-    """Takes a running mean away at its beginning, and adds it at its end; what it wrote, a
-    later part reads.
+    """A model that subtracts a running mean at its beginning, and adds it at its end.
+
+    The first stage writes the mean, and a later stage reads it.
     """
 
     def __init__(self) -> None:
@@ -239,8 +255,9 @@ def test_buffer_of_two_stages_is_written(pool: Launcher, row: str) -> None:
 
 
 class Replaced(nn.Module):
-    """A unit puts another buffer in the place of its own; masks of the inputs are made
-    afterwards.
+    """A model with a unit that replaces its own buffer by a new tensor.
+
+    Afterwards the model computes masks of the inputs.
     """
 
     class Mean(nn.Module):
@@ -268,8 +285,10 @@ class Replaced(nn.Module):
 
 
 def test_id_of_a_freed_buffer_is_not_reused() -> None:
-    """Freed within a forward, its id was another tensor's: operations on inputs alone took
-    numbers of those that cross.
+    """A buffer that is replaced in a forward stays alive until the end of that forward.
+
+    Earlier, it was freed, and a new tensor got its id. Operations on inputs alone then took the
+    numbers of operations whose results cross.
     """
     flow = StageForward(Replaced(), [[("first", 0)], [("second", 0), ("out", 0)]])
     held = flow.collect_model_tensors()
@@ -284,10 +303,11 @@ def test_replaced_buffer_of_a_stage(pool: Launcher, row: str) -> None:
     assert found(pool, row, make_job("replaced", Replaced, VECTORS)).value <= 1e-10
 
 
-# ---- what is written where not every rank hears of it ----------------------------------------
+# ---- writes that not every rank sees ---------------------------------------------------------
 class Following(nn.Module):
-    """A second net follows the first by a moving average, written by .data (MoCo, BYOL); or
-    after so many calls.
+    """A model with a second net that is a moving average of the first (MoCo, BYOL).
+
+    The model writes the average through `.data`, or it begins only after some calls.
     """
 
     def __init__(self, late: bool) -> None:
@@ -302,7 +322,7 @@ class Following(nn.Module):
         self.calls += self.training
         with torch.no_grad():
             for ours, theirs in zip(self.net.parameters(), self.second.parameters(), strict=False):
-                _ = theirs - ours  # by which it is known to be used here
+                _ = theirs - ours  # this use shows that the stage uses both
                 if not self.late:
                     theirs.data.mul_(0.9).add_(ours.data, alpha=0.1)
                 elif self.calls > 2:
@@ -326,8 +346,10 @@ class Following(nn.Module):
     ],
 )
 def test_hidden_write_to_a_weight_ends_the_run(tmp_path: Path, late: bool, told: str) -> None:
-    """The part that runs it had a copy that did not move; the model that was saved was a third
-    one.
+    """A write to a weight that not every rank sees ends the run with an error.
+
+    Earlier, the rank that runs the second net had a copy that did not change. The saved model
+    differed from both.
     """
     with pytest.raises(pg.RankFailed, match=told):
         pg.train(
@@ -338,7 +360,7 @@ def test_hidden_write_to_a_weight_ends_the_run(tmp_path: Path, late: bool, told:
 
 
 class Counting(nn.Module):
-    """A count at the end of a forward, or at its beginning."""
+    """A model that counts its calls at the beginning or at the end of a forward."""
 
     def __init__(self, first: bool) -> None:
         super().__init__()
@@ -357,7 +379,11 @@ class Counting(nn.Module):
 
 
 def test_counter_after_a_forward_is_refused(tmp_path: Path) -> None:
-    """It stood still on all ranks but the last, and the first is the one that reads it."""
+    """A counter that changes at the end of a forward is refused.
+
+    Only the last rank reaches the end of the forward, so only its counter changed. But the first
+    rank is the one that reads it.
+    """
     job = make_job("counting", lambda: Counting(first=False), VECTORS, batch=4)
     with pytest.raises(
         pg.RankFailed,
@@ -389,7 +415,11 @@ class Deep(Counting):
     "row", ["pipeline(2, micro=2, schedule=interleaved)", "pipeline(2, micro=2, recompute=true)"]
 )
 def test_counter_is_refused_if_forwards_are_repeated(tmp_path: Path, row: str) -> None:
-    """Every part of a rank counted, and what is made again read other numbers than before."""
+    """A counter is refused if a rank runs the model's Python several times for a micro-batch.
+
+    Each stage of a rank changed the counter. A recomputed forward read other numbers than the
+    first.
+    """
     with pytest.raises(
         pg.RankFailed,
         match=r"step \d, tensor calls: .* interleaved parts, or recompute, .* leave these out",
@@ -397,9 +427,9 @@ def test_counter_is_refused_if_forwards_are_repeated(tmp_path: Path, row: str) -
         pg.train(make_job("counting", Deep, VECTORS, batch=4), row, runs=tmp_path)
 
 
-# ---- a loop of one's own ---------------------------------------------------------------------
+# ---- a user's own loop -----------------------------------------------------------------------
 class Restarting(nn.Module):
-    """Warm after some calls; its user sets the count back."""
+    """A model whose output changes after some calls; the user's loop sets the count back to 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -435,8 +465,10 @@ def restarting(world: World, strategy: str) -> tuple[list[float], list[int]]:
 
 
 def test_counter_that_is_reset(pool: Launcher) -> None:
-    """The object that was given never ran: its count was 0, and setting it to 0 was no
-    change.
+    """A user's loop can reset a counter of the model.
+
+    Earlier, the model object that the user passed was never run. Its count stayed 0, so setting it
+    to 0 was not seen as a change.
     """
     losses, calls = restarting(World(), "serial")
     for ours, counts in pool.run(restarting, "place(2)", size=2):
@@ -446,7 +478,7 @@ def test_counter_that_is_reset(pool: Launcher) -> None:
 
 # ---- the first step --------------------------------------------------------------------------
 class Normed(nn.Module):
-    """A buffer on which the loss depends, and an attribute that nobody reads."""
+    """A model with a buffer that changes the loss, and an attribute that is never read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -463,8 +495,10 @@ class Normed(nn.Module):
 
 
 def test_unread_attribute_is_distinguished_from_a_buffer(tmp_path: Path) -> None:
-    """The forward that showed it was made with the buffers of the one before: the attribute was
-    blamed.
+    """An attribute that is never read does not fail the first-step check.
+
+    Earlier, the forward that found the attribute used the buffers of the forward before it. So the
+    attribute was blamed for the difference.
     """
     run = pg.train(make_job("normed", Normed, VECTORS, epochs=1), "place(2)", runs=tmp_path)
     assert "are one worker's" in (run.first_step or "")

@@ -1,6 +1,4 @@
-"""place and pipeline: the same training as serial's, with the parts of models that are cut
-anywhere.
-"""
+"""Training with place and pipeline equals serial training, wherever the model is cut."""
 
 from __future__ import annotations
 
@@ -77,7 +75,7 @@ def test_model_with_too_few_modules_is_refused(pool: Launcher, row: str, column:
         found(pool, row, JOBS[column])
 
 
-# ---- odd models ------------------------------------------------------------------------------
+# ---- unusual models --------------------------------------------------------------------------
 WAYS = (
     "place(2)",
     "pipeline(3, micro=2, recompute=true)",
@@ -105,7 +103,7 @@ def test_unusual_models_equal_serial(pool: Launcher, name: str, row: str) -> Non
 
 
 class Seen(nn.Linear):
-    """Keeps what it made in an attribute."""
+    """A linear layer that keeps its output in an attribute."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen = super().forward(x)
@@ -113,7 +111,7 @@ class Seen(nn.Linear):
 
 
 class Looking(nn.Module):
-    """Takes what a module of an earlier part keeps."""
+    """A model that reads an attribute of a module of an earlier stage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,8 +126,10 @@ class Looking(nn.Module):
 
 @pytest.mark.parametrize("cut", ["second", "out"])
 def test_tensor_hidden_from_its_stage_is_refused_at_start(cut: str, tmp_path: Path) -> None:
-    """Where the part that has it takes it too, the other ranks ended when another batch had
-    another shape.
+    """A tensor in an attribute of a module of another stage is refused at start.
+
+    Earlier, the stage that holds the tensor could also use it. Then the other ranks failed when a
+    batch had another shape.
     """
     with pytest.raises(
         pg.Refused,
@@ -150,8 +150,10 @@ def penalised(output: Tensor, target: Tensor) -> Tensor:
 
 
 def test_loss_that_reads_parameters_of_another_rank(tmp_path: Path) -> None:
-    """Where one rank of a host builds the model, the others' loss read one of their own: the
-    penalty had no gradient, and the first step beside, on a copy, had none either.
+    """A loss that reads a parameter of another rank is refused.
+
+    Earlier, one rank of a host built the model, and the loss of the other ranks read a model of
+    their own. The penalty had no gradient. The reference step ran on a copy, so it had none either.
     """
     job = make_job("penalised", the_net, VECTORS, loss=penalised)
     for strategy in ("place(2)", "data(2, state=fully_sharded)"):
@@ -163,7 +165,7 @@ def test_loss_that_reads_parameters_of_another_rank(tmp_path: Path) -> None:
 
 
 class Viewing(nn.Module):
-    """Keeps a parameter's values in an attribute, which in serial follows every update."""
+    """A model with a view of a parameter in an attribute; in serial it follows every update."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +178,7 @@ class Viewing(nn.Module):
 
 
 def test_view_of_a_parameter_is_refused_at_start(tmp_path: Path) -> None:
-    """It stayed at the first values, from the second step on, without a word."""
+    """Earlier, the view kept the first values from the second step on, without an error."""
     for strategy in ("place(2)", "data(2, state=fully_sharded)"):
         with pytest.raises(
             pg.Refused,
@@ -186,7 +188,7 @@ def test_view_of_a_parameter_is_refused_at_start(tmp_path: Path) -> None:
 
 
 class Slope(nn.SiLU):
-    """Changes what it is given; twice is not the same as once."""
+    """An activation that changes its input in place; applied twice, it gives another result."""
 
     def __init__(self) -> None:
         super().__init__(inplace=True)
@@ -207,7 +209,10 @@ def test_recompute_reads_the_original_input(pool: Launcher) -> None:
 
 
 def test_layer_called_twice_with_several_replicas(pool: Launcher) -> None:
-    """Under zero_bubble its bucket was sent when the first of its gradients was there."""
+    """Under zero_bubble, a bucket waits for all gradients of a layer that is called twice.
+
+    Earlier, the bucket was sent after the first of these gradients.
+    """
     job = make_job("shared", Shared, VECTORS)
     assert (
         found(pool, "data(2) * pipeline(2, micro=2, schedule=zero_bubble, cut=[3, 1])", job).value
@@ -216,7 +221,7 @@ def test_layer_called_twice_with_several_replicas(pool: Launcher) -> None:
 
 
 class Lazy(nn.Module):
-    """Makes a buffer in its first forward."""
+    """A model that creates a buffer in its first forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -248,8 +253,11 @@ def two_steps(world: World, job: pg.Job, chosen: Strategy) -> list[float]:
     ],
 )
 def test_buffer_created_by_the_first_forward(pool: Launcher, row: str) -> None:
-    """Places were counted with it and without it, and the second step failed. Of the whole
-    nothing can be told.
+    """A buffer that the first forward creates does not stop the training.
+
+    Earlier, positions were counted once with the buffer and once without it, so the second step
+    failed. The whole model still cannot be gathered, because the buffer did not exist when it was
+    divided.
     """
     job = make_job("lazy", Lazy, VECTORS)
     assert len(pool.run(two_steps, job, resolved(row), size=2)[0]) == 2
@@ -261,7 +269,10 @@ def test_buffer_created_by_the_first_forward(pool: Launcher, row: str) -> None:
 
 
 def test_plain_sequential_runs_without_tracing() -> None:
-    """Only where it calls nothing but the units of its parts, and nobody looks on."""
+    """A Sequential runs without tracing if it calls only the units of its stages.
+
+    It must have no hook and no forward of its own.
+    """
 
     def is_straight(model: nn.Module, parts: int = 2) -> bool:
         names = [
@@ -296,8 +307,9 @@ def test_plain_sequential_runs_without_tracing() -> None:
 
 
 class Stacked(nn.Module):
-    """Blocks that are given the input, too, and may look at it; before their first module they
-    scale and draw.
+    """A model whose blocks get the input too, and may read its values.
+
+    Before its first module, a block scales its input and draws random numbers.
     """
 
     def __init__(self, looks: bool = False) -> None:
@@ -330,7 +342,9 @@ class Stacked(nn.Module):
 
 
 def test_stages_run_the_largest_possible_modules() -> None:
-    """Every operation between the small modules of a transformer's blocks was watched, and a
+    """A stage runs the largest possible modules as its units.
+
+    Earlier, every operation between the small modules of a transformer's blocks was traced. A
     pipeline was slower than place.
     """
 
@@ -349,8 +363,10 @@ def test_stages_run_the_largest_possible_modules() -> None:
 
 
 def test_stage_boundaries_prefer_module_boundaries() -> None:
-    """A cut inside of a block, for a hundredth of the time, left every operation of the block
-    to be watched on all ranks.
+    """A stage boundary between blocks is preferred to one inside of a block.
+
+    Earlier, a cut inside of a block was chosen to save a hundredth of the time. Then all ranks
+    traced every operation of the block.
     """
     model = Stacked()
     x = torch.randn(6, 10)
@@ -368,7 +384,7 @@ def test_stage_boundaries_prefer_module_boundaries() -> None:
 
 
 class NormedTwice(nn.Module):
-    """Calls one batch norm twice."""
+    """A model that calls one batch norm twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -393,7 +409,7 @@ class NormedTwice(nn.Module):
 def test_both_calls_of_a_batch_norm_lie_in_one_stage(
     row: str, reference: str, tmp_path: Path
 ) -> None:
-    """Each rank changed a copy of its statistics, and the first step was refused."""
+    """Earlier, each rank changed its own copy of the statistics; the first-step check failed."""
     data = TensorDataset(numbers(36, 10, seed=1), whole(4, 36, seed=2))
     job = make_job("twice", NormedTwice, data, dtype=torch.float64)
     run, serial = (
@@ -421,7 +437,10 @@ def test_cut_between_two_calls_of_a_batch_norm_is_refused(
 
 
 class SharedPositions(nn.Module):
-    """Layers that call one module, which fills its buffer with the same values, or counts calls."""
+    """A model whose layers share one module with a buffer.
+
+    Each call of that module fills the buffer with the same values, or counts calls in it.
+    """
 
     def __init__(self, change: str) -> None:
         super().__init__()
@@ -454,7 +473,7 @@ class CountedPositions(nn.Module):
 
 
 class OutsideOfUnits(CountedPositions):
-    """Changes the buffer between the calls of its layers, which are units."""
+    """A module that changes its buffer between the calls of its layers, which are units."""
 
     def __init__(self, change: str) -> None:
         super().__init__(change)
@@ -466,7 +485,11 @@ class OutsideOfUnits(CountedPositions):
 
 @pytest.mark.parametrize("change", ["count", "new"])
 def test_buffers_changed_between_units_keep_calls_together(change: str) -> None:
-    """Only what a unit changed was seen, so the cut was refused in the first step, by chance."""
+    """Calls that change one buffer between units are kept in one stage.
+
+    Earlier, only changes inside of units were seen. The model was cut between the calls, and only
+    by chance the first step refused that.
+    """
     model = SharedPositions(change)
     model.positions = OutsideOfUnits(change)
     stages = balance.partition_into_stages(model, numbers(6, 10, seed=1), 2).stages
@@ -478,7 +501,7 @@ def test_buffers_changed_between_units_keep_calls_together(change: str) -> None:
 def test_only_buffers_that_several_calls_change_keep_calls_together(
     change: str, is_even: bool
 ) -> None:
-    """A cache that each call fills with the same values kept all layers in one stage."""
+    """Earlier, a cache that each call fills with the same values kept all layers in one stage."""
     model = SharedPositions(change)
     stages = balance.partition_into_stages(model, numbers(6, 10, seed=1), 2).stages
     calling = [any(name == "positions" for name, _ in stage) for stage in stages]
@@ -491,16 +514,20 @@ def test_only_buffers_that_several_calls_change_keep_calls_together(
 def test_parameter_used_before_the_first_module_of_a_block(
     pool: Launcher, strategy: str, looks: bool
 ) -> None:
-    """As cut it belongs to the part before, as run to the block's own: a parameter was on one
-    rank, and wanted on another.
+    """A block may use a parameter before it calls its first module.
+
+    Earlier, the parameter was assigned to the stage before the block when the model was cut. When
+    the model ran, the block's own stage used it. So one rank held it, and another rank needed it.
     """
     job = make_job("stacked", lambda: Stacked(looks), VECTORS)
     assert found(pool, strategy, job).value <= 1e-10
 
 
 def test_mean_over_tokens_is_weighed_with_recompute(pool: Launcher) -> None:
-    """With recompute the last part's first forward has none, and every mean was taken for one
-    over samples.
+    """The weight of a mean over tokens is found with recompute.
+
+    The weight is read from the graph of the loss. With recompute, the first forward of the last
+    stage has no graph. Earlier, every mean was treated as a mean over samples.
     """
 
     def error(output: Tensor, target: Tensor) -> Tensor:
@@ -511,8 +538,11 @@ def test_mean_over_tokens_is_weighed_with_recompute(pool: Launcher) -> None:
 
 
 def test_plan_for_one_sample_keeps_global_batch_norm(pool: Launcher) -> None:
-    """A forward without values, for a share of one sample, took other parts' batch norms for
-    such: from then on one replica's asked nobody, and another's waited for it.
+    """A plan for a share of one sample keeps batch norm global.
+
+    Earlier, a forward without values took batch norms of other stages for norms of a single sample.
+    From then on, one replica did not exchange their statistics, and the other replica waited for
+    them.
     """
 
     def normed() -> nn.Module:
@@ -533,7 +563,7 @@ def test_plan_for_one_sample_keeps_global_batch_norm(pool: Launcher) -> None:
 
 
 class Dropping(nn.Module):
-    """Layer drop as many write it: Python decides by what is drawn."""
+    """A model with layer drop as it is often written: Python branches on a random number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -548,8 +578,10 @@ class Dropping(nn.Module):
 
 
 def test_branch_decided_by_a_random_number(tmp_path: Path) -> None:
-    """Planned with other numbers than were drawn, it ended in a KeyError, or left a layer
-    out.
+    """A branch on a random number is refused.
+
+    Earlier, the plan used other random numbers than the training. The run ended in a KeyError, or
+    left out a layer.
     """
     with pytest.raises(
         (pg.Refused, pg.RankFailed), match=r"another path here.*depends on a random number"
@@ -568,16 +600,19 @@ def test_pipeline_over_gloo_equals_serial(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("row", ["place(2)", "place(2, cut=[out])"])
 def test_buffer_that_is_replaced(pool: Launcher, row: str) -> None:
-    """The look at what crosses left a tensor without values in its place, and the first
-    comparison of it ended in torch.
+    """A buffer that a forward replaces keeps its values.
+
+    Earlier, the forward that finds the crossing tensors left a tensor without values in its place.
+    The first comparison of the buffer then failed inside torch.
     """
     job = make_job("seen", SeenSamples, VECTORS)
     assert found(pool, row, job).value <= 1e-10
 
 
 def test_modules_without_work_are_split_if_needed(pool: Launcher) -> None:
-    """Two units were found, for the first one does no matrix product, and three parts were
-    refused.
+    """A Sequential that computes no matrix product is opened if more stages are requested.
+
+    Earlier, only two units were found, so three stages were refused.
     """
     job = make_job(
         "light",
@@ -591,14 +626,16 @@ def normed() -> nn.Module:
     return nn.Sequential(nn.Linear(10, 6), nn.BatchNorm1d(6), nn.Linear(6, 4))
 
 
-# in batches of 12: the last one has 6
+# batches of 12; the last batch has 6 samples
 POINTS = TensorDataset(numbers(30, 10, seed=1), whole(4, 30, seed=2))
 
 
 @pytest.mark.story
 def test_batch_norm_over_one_sample_per_replica(pool: Launcher) -> None:
-    """Without values torch divides by their number less one: a ZeroDivisionError, and over all
-    ranks there are two.
+    """Batch norm works if each replica has one sample, because all ranks together have two.
+
+    Earlier, torch raised ZeroDivisionError in the forward without values. It divided by the number
+    of values minus one.
     """
     assert (
         found(pool, "data(2) * pipeline(2, micro=3)", make_job("normed", normed, POINTS)).value
@@ -608,7 +645,7 @@ def test_batch_norm_over_one_sample_per_replica(pool: Launcher) -> None:
 
 @pytest.mark.parametrize("strategy", ["pipeline(2, micro=4)", "serial(micro=4)"])
 def test_batch_norm_over_one_sample_is_refused_at_start(strategy: str, tmp_path: Path) -> None:
-    """It was told of after two steps, and of a pipeline as a ZeroDivisionError."""
+    """Earlier, the error came after two steps, and in a pipeline it was a ZeroDivisionError."""
     with pytest.raises(
         pg.Refused,
         match=r"cannot train on one sample .* out of a batch of 6; give micro of at most 3",
@@ -617,7 +654,7 @@ def test_batch_norm_over_one_sample_is_refused_at_start(strategy: str, tmp_path:
 
 
 class Halved(torch.optim.SGD):
-    """Does in its step what a hook would do."""
+    """An optimizer that halves the gradients in its own step, as a hook could do."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for parameter in self.param_groups[0]["params"]:
@@ -639,8 +676,10 @@ def halving(parameters: Any) -> torch.optim.Optimizer:
 
 @pytest.mark.story
 def test_optimizer_with_a_hook(pool: Launcher, tmp_path: Path) -> None:
-    """It was refused as one that wants all parameters together, and nobody saw that it is for
-    its hook.
+    """The refusal of an optimizer with a hook names the hook.
+
+    Earlier, the message said that the optimizer needs all parameters together. It did not say that
+    the hook is the cause.
     """
     with pytest.raises(
         pg.RankFailed,
@@ -652,7 +691,7 @@ def test_optimizer_with_a_hook(pool: Launcher, tmp_path: Path) -> None:
 
 
 class Deciding(nn.Module):
-    """Looks at a value that only one part has."""
+    """A model whose Python branches on a value that only one stage has."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -668,7 +707,7 @@ class Deciding(nn.Module):
 
 
 class Counting(nn.Module):
-    """A module of which nobody knows what it gives without running it."""
+    """A model with a module whose output shape depends on values."""
 
     class Kept(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -684,7 +723,7 @@ class Counting(nn.Module):
 
 
 class Forces(nn.Module):
-    """Takes gradients in its forward."""
+    """A model that computes gradients in its forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -739,7 +778,7 @@ def test_requested_stage_boundary_is_used(tmp_path: Path) -> None:
 
 
 class Blocks(nn.Module):
-    """Modules in a list, which is not called itself."""
+    """A model with modules in a list; the list itself is not called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -806,9 +845,7 @@ def test_unsuitable_boundary_names_are_refused(
 
 
 class Asking(nn.Module):
-    """Asks for the shape of what an earlier part made, and goes ways that depend on the
-    inputs.
-    """
+    """A model that reads the shape of an earlier stage's output, and branches on its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -820,7 +857,7 @@ class Asking(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         early = torch.tanh(self.first(x))
         large = x * (x > 0.5)
-        # the same values, by other operations
+        # the same values from other operations
         hidden = early.clone() if large.sum() > 2.0 else early
         hidden = self.second(hidden) + hidden
         if bool((x[:, 0] > 0).any()):
@@ -832,8 +869,10 @@ class Asking(nn.Module):
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("cut", ["[second]", "[third]", "[out]"])
 def test_control_flow_that_depends_on_inputs(pool: Launcher, cut: str) -> None:
-    """A shape that was asked for across a cut ended in a KeyError, and a plan was made anew for
-    every micro-batch of a model that looks at its inputs, as masks of transformers do.
+    """A model may branch on its inputs, and read shapes of an earlier stage's outputs.
+
+    Earlier, to read a shape across a cut raised KeyError. If a model read values of its inputs, as
+    masks of transformers do, a new plan was made for every micro-batch.
     """
     job = make_job("asking", Asking, VECTORS)
     assert found(pool, f"pipeline(2, micro=4, cut={cut})", job).value <= 1e-10
@@ -849,7 +888,7 @@ def test_plans_are_cached_by_the_values_read() -> None:
     ]
     assert plans[0] is plans[2] is not plans[1]
     assert plans[1] is plans[3] is not plans[4]
-    # the second question alone is answered otherwise
+    # only the second condition has another result
     mixed = torch.cat([-torch.ones(3, 1), large[:, 1:]], 1)
     assert flow.find_plan(mixed) is not plans[1]
     for number in range(MAX_INPUT_SHAPES + 3):
@@ -858,8 +897,9 @@ def test_plans_are_cached_by_the_values_read() -> None:
 
 
 class Noisy(nn.Module):
-    """Draws of the inputs alone, which every rank makes whose Python comes by, and others
-    between them.
+    """A model with random draws that depend on the inputs only, and other draws between them.
+
+    A draw of the first kind is made by every rank whose Python reaches it.
     """
 
     def __init__(self) -> None:
@@ -887,15 +927,18 @@ class Noisy(nn.Module):
     ],
 )
 def test_draws_that_depend_on_inputs_only(pool: Launcher, strategy: str) -> None:
-    """They were counted as those of the part in which they come, and the ranks after it made
-    them too: a failure.
+    """Draws that depend on the inputs only are made by several ranks.
+
+    Earlier, each was counted as a draw of one stage. The ranks after that stage made it too, and
+    the run failed.
     """
     assert found(pool, strategy, make_job("noisy", Noisy, VECTORS)).value <= 1e-10
 
 
 class NowAndThen(nn.Module):
-    """Drops nothing in a short batch: which draw of the whole model a later one is, depends on
-    it.
+    """A model whose first dropout is left out in a batch of 5.
+
+    So the position of the second dropout among all draws of the model depends on the batch.
     """
 
     def __init__(self) -> None:
@@ -913,8 +956,10 @@ class NowAndThen(nn.Module):
 
 
 def test_stage_with_conditional_draws(tmp_path: Path) -> None:
-    """Draws of the part after it were taken for earlier ones of the model, a few per cent off
-    in silence.
+    """A stage that draws random numbers only under a condition is refused.
+
+    Earlier, draws of the next stage were treated as earlier draws of the model. Results differed by
+    a few per cent, without an error.
     """
     with pytest.raises(
         pg.RankFailed,
@@ -926,8 +971,10 @@ def test_stage_with_conditional_draws(tmp_path: Path) -> None:
 
 
 class InTwoCheckpoints(nn.Module):
-    """Backward of the second one ends before that of the first begins, and each adds to the one
-    weight.
+    """A model that calls one layer in two reentrant checkpoints.
+
+    The backward of the second one ends before that of the first begins. Each adds to the gradient
+    of the same weight.
     """
 
     class Inner(nn.Module):
@@ -949,8 +996,10 @@ class InTwoCheckpoints(nn.Module):
 
 
 def test_gradient_summed_from_two_messages(tmp_path: Path) -> None:
-    """It was sent with the first of them, and the run said that the strategy was not one
-    worker's.
+    """A gradient to which backward adds a second time is refused, unless overlap is off.
+
+    Earlier, the gradient was sent after the first addition. The run then said that the strategy's
+    step differs from one worker's.
     """
     job = make_job("in two", InTwoCheckpoints, VECTORS)
     strategy = "data(2) * pipeline(2, micro=2, cut=[second])"
@@ -965,7 +1014,7 @@ def test_gradient_summed_from_two_messages(tmp_path: Path) -> None:
 
 
 class OwnMode(nn.Module):
-    """Its own forward asks whether it trains."""
+    """A model whose own forward reads `self.training`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -981,8 +1030,10 @@ class OwnMode(nn.Module):
     "strategy", ["place(2)", pytest.param("pipeline(2, micro=3)", marks=pytest.mark.table)]
 )
 def test_evaluation_leaves_the_model_in_training_mode(strategy: str, tmp_path: Path) -> None:
-    """After the first test the outermost module stayed in eval mode: no dropout any more, in
-    silence where it draws none.
+    """A test puts the outermost module back into training mode.
+
+    Earlier, it stayed in eval mode after the first test, so its dropout stopped. If it draws no
+    random numbers itself, no error was reported.
     """
     job = make_job("own mode", OwnMode, VECTORS, test=VECTORS, epochs=3, dtype=torch.float64)
     reference = pg.train(job, runs=tmp_path)
@@ -991,9 +1042,7 @@ def test_evaluation_leaves_the_model_in_training_mode(strategy: str, tmp_path: P
 
 
 class Detached(nn.Module):
-    """What an early layer gives is used without its gradient: always, or in short batches
-    alone.
-    """
+    """A model that detaches the output of an early layer, always or only in a batch of 5."""
 
     def __init__(self, always: bool) -> None:
         super().__init__()
@@ -1014,7 +1063,11 @@ def decaying(parameters: object) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("always", [False, True])
 def test_missing_gradient_in_serial_is_missing_in_a_pipeline(pool: Launcher, always: bool) -> None:
-    """It came as zeros from the part after it, and the optimizer made them smaller."""
+    """A parameter without a gradient in serial has no gradient in a pipeline.
+
+    Earlier, the next stage sent zeros as its gradient. The optimizer's weight decay then made the
+    parameter smaller.
+    """
     job = make_job("detached", lambda: Detached(always), VECTORS, optimizer=decaying)
     assert found(pool, "place(2, cut=[second])", job).value <= 1e-10
 
@@ -1037,8 +1090,10 @@ class Mapped(nn.Module):
 
 
 def test_split_backward_and_torch_func(pool: Launcher) -> None:
-    """torch takes no autograd function like ours under vmap, and said so in its own words in
-    step 0.
+    """zero_bubble works for a model that uses torch.vmap.
+
+    torch accepts no autograd function like paragrad's under vmap. Earlier, step 0 failed with
+    torch's own message.
     """
     job = make_job("mapped", Mapped, VECTORS)
     assert found(pool, "pipeline(2, micro=2, schedule=zero_bubble)", job).value <= 1e-10
@@ -1054,7 +1109,7 @@ def spectral() -> nn.Module:
 
 
 def test_weight_rebuilt_by_a_hook(pool: Launcher) -> None:
-    """torch's own view of a weight, which each forward replaces, was refused."""
+    """Earlier, torch's own view of a weight was refused, although each forward replaces it."""
     assert found(pool, "place(2)", make_job("spectral", spectral, VECTORS)).value <= 1e-10
 
 
@@ -1078,7 +1133,10 @@ def fails_on_rank_1(_: nn.Module, inputs: tuple[Tensor]) -> None:
 
 
 def test_failing_stage_reports_its_own_error(tmp_path: Path) -> None:
-    """It was taken for a failure of the exchange, and who waited for it was told of first."""
+    """A failing stage is reported with its rank, its step and its own error.
+
+    Earlier, it was reported as a failure of the exchange, and the waiting rank was named first.
+    """
     with pytest.raises(pg.RankFailed, match=r"rank 1, step 0: .*no such luck"):
         pg.train(
             make_job("failing", Failing, VECTORS),
@@ -1089,8 +1147,10 @@ def test_failing_stage_reports_its_own_error(tmp_path: Path) -> None:
 
 
 def test_split_backward_gives_the_same_bits(tmp_path: Path) -> None:
-    """Gradients of zero_bubble are those of one_f_one_b, and the record says which parameters'
-    could wait: not a norm's.
+    """zero_bubble gives the same gradients as one_f_one_b, bit for bit.
+
+    The record says which share of the parameters can compute weight gradients later. A norm's
+    cannot.
     """
     job = JOBS["deep, adam, dropout, clipped"]
     runs = {
@@ -1108,8 +1168,9 @@ def test_split_backward_gives_the_same_bits(tmp_path: Path) -> None:
 
 
 def in_buckets(world: World) -> tuple[list[bool], list[float]]:
-    """(is the gradient a part of the bucket that travels?, the sums) of two layers, of which
-    one parameter has none.
+    """Return whether each gradient is a part of the sent bucket, and the sums.
+
+    The model has two layers; one parameter has no gradient.
     """
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     exchange = GradientBucketExchange(
@@ -1145,14 +1206,16 @@ def in_buckets(world: World) -> tuple[list[bool], list[float]]:
 
 
 def test_gradients_live_in_the_exchange_buckets(pool: Launcher) -> None:
-    """They lay beside their buckets, all of which were there until the next step: twice what
-    the record said.
+    """Gradients are views of the exchange buckets.
+
+    Earlier, they had memory of their own, and all buckets existed until the next step. The memory
+    was twice what the record said.
     """
     assert pool.run(in_buckets, size=2) == [([True] * 3, [3.0, 30.0, 300.0])] * 2
 
 
 def test_warning_names_the_micro_batches_of_batch_norm(tmp_path: Path) -> None:
-    """A user compared it with serial, and was not told why it differs."""
+    """Earlier, a user compared the run with serial, and no message said why the two differ."""
     data = TensorDataset(numbers(36, 10, seed=1), whole(4, 36, seed=2))
     with pytest.warns(UserWarning, match=r"the training of serial\(micro=2\), which may"):
         pg.train(
@@ -1164,7 +1227,7 @@ SEQUENCES = TensorDataset(whole(11, 29, 7, seed=5), whole(4, 29, seed=2))
 
 
 class Packed(nn.Module):
-    """Recurrent layers over packed sequences."""
+    """A model with recurrent layers over packed sequences."""
 
     def __init__(self, dropout: float, lengths_by: str = "inputs") -> None:
         super().__init__()
@@ -1207,7 +1270,11 @@ class Packed(nn.Module):
 @pytest.mark.sample(4)
 @pytest.mark.story
 def test_packed_sequences_equal_serial(pool: Launcher, row: str, dropout: float) -> None:
-    """No forward without values could pack, and dropout on packed values was refused."""
+    """Packed sequences work in stages, also with dropout.
+
+    Earlier, packing failed in every forward without values, and dropout on packed values was
+    refused.
+    """
     job = make_job("packed", functools.partial(Packed, dropout), SEQUENCES)
     assert found(pool, row, job).value <= 1e-10
 

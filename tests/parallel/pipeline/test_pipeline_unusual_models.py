@@ -1,5 +1,6 @@
-"""Ways of models on which parts once went wrong: what crosses, what Python keeps, what is
-written in place, what is hooked.
+"""Models that once failed when they were cut into stages.
+
+The causes are crossing tensors, Python state, writes in place, and hooks.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm"), pytest.mar
 
 
 class Rotary(nn.Module):
-    """A float without a gradient goes to all layers, as cosines and sines of positions do in
-    every Llama.
+    """A model in which a float tensor without a gradient goes to all layers.
+
+    Llama models use the cosines and sines of positions in this way.
     """
 
     def __init__(self) -> None:
@@ -51,7 +53,7 @@ class Rotary(nn.Module):
 
 
 class Masked(nn.Module):
-    """What is made of a bool buffer crosses; the buffer itself is on the first rank alone."""
+    """A model in which a slice of a bool buffer crosses; only the first rank holds the buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,9 +69,7 @@ class Masked(nn.Module):
 
 
 class Turned(nn.Module):
-    """A tensor crosses as the transposed one that it is: the next part asks for a view of
-    it.
-    """
+    """A model in which a transposed tensor crosses, and the next stage takes a view of it."""
 
     class Back(nn.Module):
         def __init__(self) -> None:
@@ -92,8 +92,9 @@ class Turned(nn.Module):
 
 
 class Writing(nn.Module):
-    """What the first layer gives is written into tensors made of the inputs, by methods, into
-    views, and by out=.
+    """A model that writes the first layer's output into tensors made from the inputs.
+
+    It writes by methods, into views, and by `out=`.
     """
 
     def __init__(self) -> None:
@@ -117,8 +118,10 @@ class Writing(nn.Module):
 
 
 class Block(nn.Module):
-    """Adds in place to what its last module gave, as a ResNet's does, and turns what its first
-    one gave, for good.
+    """A block that changes outputs of its modules in place.
+
+    It adds to the output of its last module, as a ResNet does. For good, it changes the shape of
+    its first module's output.
     """
 
     def __init__(self) -> None:
@@ -173,15 +176,19 @@ class Residual(nn.Module):
 def test_unusual_models_equal_serial_in_stages(
     pool: Launcher, model: type[nn.Module], row: str
 ) -> None:
-    """Before: ValueError of zip from three parts on; messages of other lengths than awaited; no
-    view of what came; zeros where something had been written; tensors that stood for others
-    grew by what each forward did to them.
+    """Each of these models failed earlier, in one of these ways:
+
+    - With three stages or more, ValueError of zip was raised.
+    - A message had another length than expected.
+    - A received tensor could not be viewed as the model needs it.
+    - A tensor had zeros where the model had written values.
+    - Stand-ins for tensors of other stages grew, because each forward changed their shape.
     """
     assert found(pool, row, make_job(model.__name__.lower(), model, VECTORS)).value <= 1e-10
 
 
 def test_frozen_layers_receive_no_gradient(pool: Launcher) -> None:
-    """A frozen trunk: the part after it went back through all of its frozen layers."""
+    """Earlier, the stage after a frozen trunk ran backward through all of its frozen layers."""
 
     def frozen() -> nn.Module:
         model = nn.Sequential(*(nn.Linear(10, 10) for _ in range(4)), nn.Linear(10, 4))
@@ -195,7 +202,7 @@ def test_frozen_layers_receive_no_gradient(pool: Launcher) -> None:
 
 
 def entering(world: World, job: pg.Job, chosen: pg.Strategy) -> list[bool]:
-    """Of what came in, does it want a gradient?"""
+    """Return for each forward whether the input of the second stage requires a gradient."""
     trainer = Trainer.build_for_job(world, job, chosen)
     seen = []
     for inputs, target in trainer.batches(VECTORS, job.batch, 0):
@@ -208,7 +215,7 @@ def entering(world: World, job: pg.Job, chosen: pg.Strategy) -> list[bool]:
     return seen
 
 
-# ---- what is kept in Python ------------------------------------------------------------------
+# ---- Python state ----------------------------------------------------------------------------
 class Pad(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.length = x.shape[1]
@@ -226,8 +233,9 @@ class Pool(nn.Module):
 
 
 class Padded(nn.Module):
-    """A module of one part divides by what one of another part has kept of the shape of this
-    batch.
+    """A model that keeps a batch's shape in a module of one stage.
+
+    A module of another stage divides by it.
     """
 
     def __init__(self) -> None:
@@ -245,8 +253,10 @@ class Padded(nn.Module):
     "strategy", ["place(2, cut=[second])", pytest.param("place(3)", marks=pytest.mark.table)]
 )
 def test_shape_kept_by_a_module_of_another_stage(strategy: str, tmp_path: Path) -> None:
-    """After the first test, every training step divided by the length of the test's samples, in
-    silence.
+    """A module reads the shape of the present batch from a module of another stage.
+
+    Earlier, after the first test, every training step divided by the length of the test's samples,
+    without an error.
     """
     train, test = (
         TensorDataset(numbers(29, length, 10, seed=1), whole(4, 29, seed=2)) for length in (7, 13)
@@ -258,8 +268,9 @@ def test_shape_kept_by_a_module_of_another_stage(strategy: str, tmp_path: Path) 
 
 
 class Counts(nn.Module):
-    """Counts its calls, keeps the largest mask it ever wanted, and notes losses in a list that
-    others have too.
+    """A module that changes its Python attributes in each call.
+
+    It counts calls, keeps its largest mask so far, and has a list in common with other modules.
     """
 
     def __init__(self, notes: list[Tensor]) -> None:
@@ -298,8 +309,10 @@ def counted_in_turn() -> nn.Module:
 def test_trace_without_values_leaves_no_python_state(
     model: Callable[[], nn.Module], tmp_path: Path
 ) -> None:
-    """One more call was counted for every shape that came; and a mask without values was kept
-    where others were wanted.
+    """A forward without values leaves no trace in Python attributes of modules.
+
+    Earlier, each new input shape counted one more call. A mask without values stayed where a mask
+    with values was needed.
     """
     job = make_job("counted", model, VECTORS, epochs=3, dtype=torch.float64)
     reference = pg.train(job, runs=tmp_path, skip_first_step_check=True)
@@ -308,7 +321,10 @@ def test_trace_without_values_leaves_no_python_state(
 
 
 def test_list_shared_by_modules_stays_shared() -> None:
-    """What looked at a model put an empty list of its own into each of its modules."""
+    """A list that several modules share is still one list after an inspection of the model.
+
+    Earlier, the inspection put an empty list of its own into each module.
+    """
     model = Noting()
     with preserve_all_state(LossModule(model, torch.nn.functional.mse_loss)):
         model(torch.randn(5, 10))
@@ -317,7 +333,7 @@ def test_list_shared_by_modules_stays_shared() -> None:
 
 
 class Noting(nn.Module):
-    """Its modules append to one list, of which it makes a term of its output."""
+    """A model whose modules append to one list; the list's sum is a term of the output."""
 
     class Layer(nn.Linear):
         def __init__(self, notes: list[Tensor]) -> None:
@@ -344,10 +360,11 @@ class Noting(nn.Module):
         return out + sum(self.notes)
 
 
-# ---- ways that come later --------------------------------------------------------------------
+# ---- paths that a later batch takes ----------------------------------------------------------
 class TwoHeads(nn.Module):
-    """Which head a batch goes through depends on its size; one of them is defined before the
-    trunk that it follows.
+    """A model that chooses one of two heads by the size of the batch.
+
+    One head is defined before the trunk, although it is called after it.
     """
 
     def __init__(self) -> None:
@@ -364,8 +381,10 @@ class TwoHeads(nn.Module):
 
 @pytest.mark.parametrize("row", ["place(2, cut=[second])", "place(3)"])
 def test_module_that_the_first_batch_does_not_call(pool: Launcher, row: str) -> None:
-    """It was taken for one of the part in which it is defined, and the loss was blamed for
-    reading it there.
+    """A module that only a later batch calls is assigned to the right stage.
+
+    Earlier, it was assigned to the stage in which it is defined. An error then said that the loss
+    reads it there.
     """
     assert found(pool, row, make_job("two heads", TwoHeads, VECTORS)).value <= 1e-10
 
@@ -386,7 +405,10 @@ class Hooked(nn.Module):
 
 
 def test_backward_hook_of_a_divided_block(pool: Launcher, tmp_path: Path) -> None:
-    """Where a cut went through the block, torch called it on no rank, and said nothing."""
+    """A backward hook on a block works if no cut goes through the block.
+
+    Earlier, if a cut went through the block, torch called the hook on no rank, without an error.
+    """
     job = make_job("hooked", Hooked, VECTORS)
     assert found(pool, "place(2)", job).value <= 1e-10
     assert found(pool, "place(2, cut=[out])", job).value <= 1e-10
@@ -410,14 +432,15 @@ def test_backward_hook_of_the_whole_model(tmp_path: Path) -> None:
 
 # ---- losses ----------------------------------------------------------------------------------
 def guarded(output: Tensor, target: Tensor) -> Tensor:
-    """A mean over labelled samples, of which a batch may have none."""
+    """Return a mean over labelled samples; a batch may have none."""
     there = (target[:, 0] > 0).to(output.dtype)
     return ((output - target).pow(2).mean(1) * there).sum() / there.sum().clamp(min=1)
 
 
 def test_batch_without_a_label(tmp_path: Path) -> None:
-    """No sample is split under place(2), and the training ended all the same where the loss was
-    exactly 0.
+    """A batch without a label has the loss 0, and training continues.
+
+    place(2) splits no samples. Earlier, the training ended even so where the loss was exactly 0.
     """
     draw = torch.Generator().manual_seed(2)
     inputs = torch.randn(40, 10, generator=draw)
@@ -438,7 +461,7 @@ def test_batch_without_a_label(tmp_path: Path) -> None:
 
 # ---- stand-ins -------------------------------------------------------------------------------
 class Handed(nn.Module):
-    """A module that does nothing hands on what it is given: two names for one tensor."""
+    """A model with a module that returns its input, so one tensor is the output of two modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -454,7 +477,7 @@ class Handed(nn.Module):
 
 
 class Clamped(nn.Module):
-    """A hook writes into what another part's module gives."""
+    """A model with a hook that writes into the output of a module of another stage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -479,7 +502,7 @@ def test_stand_in_for_the_output_of_another_stage(pool: Launcher, model: type[nn
 
 
 def test_read_only_array_is_left_unchanged() -> None:
-    """An array for reading alone was written to after every look, and ended the training."""
+    """Earlier, a read-only array was written to after each inspection, which ended the training."""
     model = nn.Linear(10, 4)
     model.known = numpy.frombuffer(b"read", dtype=numpy.uint8)
     with preserve_all_state(LossModule(model, torch.nn.functional.mse_loss)):
@@ -487,9 +510,7 @@ def test_read_only_array_is_left_unchanged() -> None:
 
 
 class Measured(nn.Linear):
-    """Counts its calls in an object that it keeps, and keeps something for each of its
-    modules.
-    """
+    """A layer that counts its calls in an object, and has a dict with modules as keys."""
 
     def __init__(self) -> None:
         super().__init__(10, 4)
@@ -503,8 +524,10 @@ class Measured(nn.Linear):
 
 
 def test_forward_changes_are_seen_in_objects() -> None:
-    """Objects that a module keeps were not looked into; a dict of modules was taken for a plain
-    one, and always another.
+    """Changes that a forward makes in objects of a module are found.
+
+    Earlier, such objects were not searched. A dict with modules as keys was treated as a plain one,
+    and always seemed to change.
     """
     model = Measured()
     loss = nn.MSELoss()
@@ -519,7 +542,10 @@ def test_forward_changes_are_seen_in_objects() -> None:
 
 
 def test_stage_is_the_model_object_for_its_hooks() -> None:
-    """Whoever put back what a forward changed on modules left the outermost one as it was."""
+    """A stage contains the model object itself, so that all functions over modules see it.
+
+    Earlier, code that restores the changes of a forward skipped the outermost module.
+    """
     model = Counted()
     part = StageModule(StageForward(model, [[("first", 0), ("second", 0)], [("out", 0)]]), 0, {})
     assert next(part.modules()) is model
@@ -543,8 +569,10 @@ def short_batch() -> nn.Module:
 
 
 def test_padding_micro_batches_leave_no_trace(tmp_path: Path) -> None:
-    """A last batch of 3 micro-batches is filled up to 4: its batch norms counted one more, and
-    their averages were others.
+    """Padding micro-batches do not change batch norm.
+
+    A last batch of 3 micro-batches is filled up to 4. Earlier, its batch norms counted one
+    micro-batch more, so their averages were different.
     """
     data = TensorDataset(numbers(11, 10, seed=1), whole(4, 11, seed=2))
     job = make_job("short", short_batch, data, test=data, epochs=2, batch=8, dtype=torch.float64)
@@ -557,7 +585,7 @@ def test_padding_micro_batches_leave_no_trace(tmp_path: Path) -> None:
 
 
 class PastCall(nn.Module):
-    """Calls what its modules do, and not them."""
+    """A model that calls forward() of its modules, and not the modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -593,15 +621,17 @@ def scripted() -> nn.Module:
 def test_indivisible_model_is_reported(
     model: Callable[[], nn.Module], strategy: str, told: str
 ) -> None:
-    """Empty parentheses; "cannot delete methods or parameters of a script module"; and "the
-    model mixes samples".
+    """A model that cannot be divided is refused with the reason.
+
+    Earlier, the messages were empty parentheses; "cannot delete methods or parameters of a script
+    module"; and "the model mixes samples".
     """
     with pytest.raises(pg.Refused, match=told):
         validate_run(make_job("past", model, VECTORS), strategy)
 
 
 class Told(nn.Linear):
-    """Leaves something of its input in an object that another module has too."""
+    """A layer that stores a value of its input in an object that another module reads."""
 
     def __init__(self, context: SimpleNamespace) -> None:
         super().__init__(10, 10)
@@ -624,7 +654,11 @@ def through_an_object() -> nn.Module:
 
 
 def test_object_passed_between_stages_is_refused() -> None:
-    """To put objects back after a forward without values took away that by which it is seen."""
+    """An object that carries a tensor between stages is refused.
+
+    Earlier, objects were restored after a forward without values. That removed the trace by which
+    the tensor is found.
+    """
     with pytest.raises(
         pg.Refused, match="in an object that is no tuple, list or dict, or in an attribute"
     ):
@@ -632,7 +666,7 @@ def test_object_passed_between_stages_is_refused() -> None:
 
 
 class Odd(nn.Linear):
-    """Keeps what cannot be looked into."""
+    """A layer with attributes whose content cannot be read or restored."""
 
     def __init__(self) -> None:
         super().__init__(10, 4)
@@ -663,7 +697,7 @@ def spectral() -> nn.Module:
 
 
 def test_spectral_norm_in_micro_batches(tmp_path: Path) -> None:
-    """The model was said to mix samples."""
+    """Earlier, the message said that the model mixes samples."""
     with pytest.raises(
         pg.RankFailed,
         match=r"every forward changes the buffer 1\.parametrizations.weight.0._[uv] .* micro=1",
@@ -672,7 +706,10 @@ def test_spectral_norm_in_micro_batches(tmp_path: Path) -> None:
 
 
 class Jagged(nn.Module):
-    """Packs rows of unequal length into a jagged tensor, which torch's counter cannot run."""
+    """A model that packs rows of unequal length into a jagged tensor.
+
+    torch's operation counter cannot run it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -689,6 +726,6 @@ class Jagged(nn.Module):
 
 @pytest.mark.parametrize("strategy", ["place(2)", "pipeline(2, micro=2)"])
 def test_jagged_tensors_are_refused_in_one_sentence(strategy: str) -> None:
-    """A TypeError of the operation counter: Multiple dispatch failed."""
+    """Earlier, the operation counter raised a TypeError: Multiple dispatch failed."""
     with pytest.raises(pg.Refused, match=r"train it without cutting it|train it with data"):
         validate_run(make_job("jagged", Jagged, VECTORS), strategy)

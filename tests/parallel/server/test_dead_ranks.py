@@ -1,4 +1,4 @@
-"""A worker or a server is killed where no launcher of paragrad's watches: the others name it."""
+"""Without paragrad's launcher, a worker or a server is killed, and the other ranks name it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,10 @@ def find_port() -> int:
 def test_other_processes_end_and_name_it(
     strategy: str, size: int, victim: int, name: str, tmp_path: Path
 ) -> None:
-    """They waited for --timeout (300 s), and said nothing; a pymp folder stayed."""
+    """Earlier, the others waited for --timeout (300 s) without a message.
+
+    A pymp folder was left.
+    """
     (tmp_path / "long.py").write_text(JOB)
     temporary = tmp_path / "tmp"
     temporary.mkdir()

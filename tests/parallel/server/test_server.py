@@ -1,7 +1,6 @@
-"""Parameter servers: what servers do with messages, good and bad; samples that are handed out;
-who dies, stalls, or is late.
+"""Parameter servers: valid and invalid messages, the work queue, and late or dead processes.
 
-That `server(n)` is serial's training is in the equality table.
+The equality table tests that `server(n)` trains as serial.
 """
 
 from __future__ import annotations
@@ -63,11 +62,11 @@ from paragrad.validation.validate import validate_run
 
 pytestmark = pytest.mark.processes
 
-HANDED = 6.0, 2.0, 0.0, 6.0  # of a share that was handed out to one of two workers
+HANDED = 6.0, 2.0, 0.0, 6.0  # of a share that the queue gave to one of two workers
 
 
 def step(served: RequestHandler) -> None:
-    """A synchronous step of two shares."""
+    """Make a synchronous step of two shares."""
     told: Any = Told()
     served.listener = told
     number = served.shard.updates
@@ -173,8 +172,9 @@ def test_finite_values_with_an_infinite_sum() -> None:
 
 
 def test_vector_at_an_unaligned_address() -> None:
-    """ZeroMQ keeps short messages where they fit; torch's sums of complex numbers there ended
-    the server by SIGSEGV.
+    """ZeroMQ may store a short message at any address.
+
+    Earlier, torch's sums of complex numbers at such an address ended the server by SIGSEGV.
     """
     values = torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex128)
     header = Header(MessageType.PUSH, JOB, dtype=values.dtype, elements=2)
@@ -186,7 +186,7 @@ def test_vector_at_an_unaligned_address() -> None:
 
 
 def lying(served: RequestHandler, place: bytes, **more: Any) -> str:
-    """What becomes of a push that lies at a place."""
+    """Return why a push is refused whose vector is at this place in shared memory, or ""."""
     message = push(is_shared=True, **more)
     message[-1] = frames(place)[1]
     return said(served, message)
@@ -208,8 +208,9 @@ def test_shared_vector_is_read_in_place() -> None:
 
 
 def test_invalid_shared_memory_references_are_refused() -> None:
-    """Whatever the words of who sent it lead to, nothing of another file, or beyond an end, is
-    read. By a size of -1 the server ended.
+    """Whatever the sender writes, the server reads no other file and nothing beyond the end.
+
+    Earlier, a size of -1 ended the server.
     """
     shelf = SharedBuffer([(torch.float64, 60)])
     begin, address = shelf.get_location(0).decode().split(" ", 1)
@@ -296,15 +297,16 @@ def test_vectors_of_one_host_use_shared_memory(
 
 
 def unopened() -> nn.Module:
-    """In processes that may not open each other's memory."""
+    """Return a model. Outside of the launcher, block access to the memory of other processes."""
     if os.environ["PARAGRAD_TEST_LAUNCHER"] != str(os.getpid()):
         shelf_of.open_region = mock.Mock(side_effect=RuntimeError("not permitted"))
     return mlp()
 
 
 def test_unreadable_shared_vector_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a system opens no process's memory to another, though they share a folder: a push
-    was refused, which ended the training.
+    """Some systems let no process open the memory of another one, although they share a folder.
+
+    Earlier, a push was then refused, which ended the training.
     """
     monkeypatch.setenv("PARAGRAD_TEST_LAUNCHER", str(os.getpid()))
     made = job("unopened", unopened, VECTORS).replace(epochs=1)
@@ -319,8 +321,9 @@ def test_unreadable_shared_vector_is_sent(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_parameter_replies_rotate_over_the_workers() -> None:
-    """Every server sent them to the first worker first, whose link was full while those of the
-    others rested.
+    """Earlier, every server answered the first worker first.
+
+    The link of that worker was full, while the links of the others were idle.
     """
     served = server("server(3)")
     told = Told()
@@ -346,20 +349,20 @@ def test_parameter_replies_rotate_over_the_workers() -> None:
         ]
 
     assert [asks(0, 2), asks(2, 1)] == [[], []]
-    # who is not expected, or not any more, waits for nobody
+    # a worker that is not expected, or not any more, gets an answer at once
     assert [asks(9), asks(0)] == [[b"w9"], [b"w0"]]
     assert asks(1, 0) == [b"w1", b"w2", b"w0"]
     assert asks(1, 0) == [b"w1"]
 
 
 def test_servers_keep_the_staleness_bound_under_torchrun() -> None:
-    """Under torchrun nobody did: ssp was asp."""
+    """Earlier, no process kept the bound under torchrun, so ssp was the same as asp."""
     served = server("server(3, sync=ssp(1))")
     told = Told()
     served.listener = told  # type: ignore[assignment]
 
     def pulls(sender: int, step: int) -> list[tuple[int, int]]:
-        """Who has parameters now: (sender, step)."""
+        """Return (sender, step) of each worker that gets parameters now."""
         before = len(told.answers)
         served.handle_message(
             frames(
@@ -372,21 +375,21 @@ def test_servers_keep_the_staleness_bound_under_torchrun() -> None:
             if header.kind == MessageType.VALUES
         ]
 
-    # nobody else was there yet
+    # no other worker has come yet
     assert [pulls(0, 4), pulls(0, 5), pulls(0, 6)] == [[(0, 4)], [(0, 5)], []]
     assert [pulls(1, 4), pulls(2, 4)] == [[(1, 4)], [(2, 4)]]
     assert pulls(1, 5) == [(1, 5)]
     assert pulls(1, 6) == []
     assert sorted(pulls(2, 5)) == [(0, 6), (1, 6), (2, 5)]
     served.handle_message(frames(Header(MessageType.EXCLUDE, JOB, 2, shares=3), whose=b"w2"))
-    # 2 waits for them where they meet, to save
+    # worker 2 waits for the others before a save
     assert [pulls(0, 7), pulls(1, 7)] == [[(0, 7)], [(1, 7)]]
     assert pulls(0, 9) == []
     told.answers.clear()
     served.handle_message(
         frames(Header(MessageType.PULL, JOB, 0, step=10, shares=3, numbers=(0.0, 1.0)), whose=b"w0")
     )
-    # as they are, for no step
+    # the current parameters, for no step
     assert [header.step for _, header, _ in told.answers] == [10]
     free = server("server(3, sync=asp)")
     free.listener = told  # type: ignore[assignment]
@@ -396,7 +399,7 @@ def test_servers_keep_the_staleness_bound_under_torchrun() -> None:
 
 def test_asynchronous_updates_are_applied_at_once() -> None:
     served = server("server(2, sync=asp)")
-    # who brings it again is told that it is done
+    # a worker that pushes a ticket again is told that it is done
     for ticket in (3, 0, 3):
         assert said(served, push(1.0, step=ticket, numbers=HANDED)) == ""
     assert float(served.shard.values[0][0]) == -1.0
@@ -413,23 +416,25 @@ def test_learning_rate_is_divided_by_the_staleness() -> None:
 
 
 def test_additional_workers_do_not_enlarge_the_updates() -> None:
-    """Runs that others joined ended at 86 % where undisturbed ones had 97: staleness adds to
-    momentum.
+    """Staleness acts like more momentum, so more workers do not make updates larger.
+
+    Earlier, runs that other workers joined ended at 86 %, and undisturbed runs at 97 %.
     """
     served = server("server(2, sync=asp)")
-    # it was not said, one of two is dead, all are there, and two more
+    # the number of workers is not given, one of two, all two, and two more than these
     for ticket, workers in enumerate((0, 1, 2, 4)):
         said(served, push(1.0, step=ticket, version=ticket, numbers=(6.0, workers, 0.0, 6.0)))
     assert float(served.shard.values[0][0]) == 1 - 1 - 1 - 1 - 0.5
     stale = server("server(2, sync=asp, rate=by_staleness)")
-    # whose staleness says it already
+    # the division by staleness already covers this
     said(stale, push(1.0, step=0, numbers=(6.0, 4.0, 0.0, 6.0)))
     assert float(stale.shard.values[0][0]) == 0.0
 
 
 def test_backup_workers_are_not_waited_for() -> None:
-    """The first two of three make a step; the third hears that it was late, and nothing of it
-    is used.
+    """The first two of three workers make a step.
+
+    The third is told that it was late, and its gradient is not used.
     """
     told = Told()
     served = server("server(3, sync=bsp(backup=1))", told)
@@ -464,8 +469,10 @@ def test_only_known_keys_connect_between_hosts() -> None:
 @pytest.mark.parametrize("length", [8, PIECE_BYTES, PIECE_BYTES + 8, 3 * PIECE_BYTES])
 @pytest.mark.parametrize("host", ["127.0.0.1", None], ids=["encrypted", "on one host"])
 def test_vector_is_received_as_sent(host: str | None, length: int) -> None:
-    """Encrypted, a long one travels in pieces: whole, its bytes were decrypted when the last of
-    them had come, and the link rested meanwhile.
+    """With encryption, a long vector is sent in pieces.
+
+    Earlier, it was sent whole. It was decrypted when its last byte had come, and the link was idle
+    meanwhile.
     """
     vector = torch.randint(256, (length,), dtype=torch.uint8)
     mine = KeyPair.generate_pair()
@@ -492,7 +499,7 @@ def test_vector_is_received_as_sent(host: str | None, length: int) -> None:
 
 
 def _answered(listening: Listener, keys: KeyPair, at: Any = None) -> str:
-    """How a question with those keys is answered."""
+    """Return the kind of the answer to a request with these keys."""
     calling = ServerClient([at or listening.address], 1000, keys, 30.0)
     try:
         calling.sockets[0].send_multipart([Header(MessageType.END, JOB).pack_header()])
@@ -518,8 +525,10 @@ def test_unanswered_request_is_reported() -> None:
 
 
 def test_stopped_worker_restarts_its_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For longer than the limit: its first look at the clock said that nobody had answered,
-    before it looked for an answer.
+    """A worker is stopped for longer than its limit.
+
+    Earlier, it then looked at the clock before it looked for an answer, and reported that no answer
+    had come.
     """
     listening = Listener(1000, None, KeyPair.generate_pair())
     calling = ServerClient([listening.address], 1000, KeyPair.generate_pair(), 30.0, 0.1)
@@ -561,7 +570,7 @@ def test_no_worker_exceeds_the_staleness_bound() -> None:
 
 
 def test_ticket_has_the_number_of_workers() -> None:
-    """And is the same ticket whoever is."""
+    """A ticket stays equal to itself, whatever its number of workers is."""
     desk = Desk()
     desk.give(3)
     assert [ticket and ticket.workers for ticket in map(desk.asks, (0, 1, 2))] == [1, 2, 3]
@@ -595,9 +604,9 @@ def test_samples_of_a_lost_worker_are_reassigned_once() -> None:
     lost = desk.asks(0)
     desk.office.drop_worker(0)
     assert desk.asks(1) == lost
-    # it comes back, and has done it after all
+    # worker 0 comes back, and has done its ticket after all
     assert desk.asks(0) != lost
-    # the other one's line of it was looked for nowhere, and written again
+    # earlier, the line of the other worker was not looked for, and a second one was written
     assert desk.office.earlier_workers == {0: [0, 1]}
     while desk.asks(1):
         pass
@@ -620,7 +629,7 @@ def test_step_with_backups_adapts_to_the_workers_left() -> None:
     desk.give(3)
     first = [desk.asks(number) for number in range(3)]
     assert [ticket and ticket.wanted for ticket in first] == [2, 2, 2]
-    # until both of the step that was made have said so
+    # no new ticket until both workers of the finished step have reported
     assert desk.asks(2, became=LATE, version=1) is None
     assert desk.asks(0, version=1) is None
     desk.asks(1, version=1)
@@ -630,8 +639,9 @@ def test_step_with_backups_adapts_to_the_workers_left() -> None:
 
 
 def test_repeated_request_gets_the_same_ticket() -> None:
-    """A question that crossed its answer took a second ticket, which nobody was at: the run
-    never ended.
+    """Earlier, a request that crossed its answer took a second ticket.
+
+    No worker computed that ticket, so the run never ended.
     """
     desk = Desk()
     desk.give(2)
@@ -646,9 +656,7 @@ def test_repeated_request_gets_the_same_ticket() -> None:
 
 
 def test_restarted_server_with_fewer_updates_is_accepted() -> None:
-    """It was started again at 200 updates, and a report of 250, from before, came after
-    that.
-    """
+    """A server restarts at 200 updates. A report of 250, from before, comes after that."""
     desk = Desk(wanted=2)
     desk.office.updates_made = 249
     desk.give(3)
@@ -708,8 +716,10 @@ def halving(optimizer: Any) -> Any:
 def test_single_asynchronous_worker_equals_serial(
     made: pg.Job, servers: int, tmp_path: Path
 ) -> None:
-    """Dropout, clipping, a scheduler, batch norm with its buffers: nothing is stale, and all is
-    as on one worker. Without a short batch, which counts for as much less as it is shorter.
+    """With one worker, nothing is stale, so all equals serial.
+
+    This includes dropout, clipping, a scheduler, and batch norm with its buffers. The data has no
+    short batch, because a short batch counts less, in proportion to its length.
     """
     made = made.replace(dtype=torch.float64)
     run, serial = (
@@ -746,8 +756,9 @@ def large() -> nn.Module:
 def test_pushes_may_be_compressed(
     text: str, compressor: str, bound: float, less: float, tmp_path: Path
 ) -> None:
-    """The first step's gradient is off by what the compressor rounds: of int8 less than a unit
-    of every share's largest.
+    """The first gradient differs by what the compressor rounds.
+
+    With int8, this is less than one unit of the largest entry of each share.
     """
     made = job("large", large, VECTORS).replace(
         dtype=torch.float64, epochs=1, optimizer=functools.partial(torch.optim.SGD, lr=0.1)
@@ -834,9 +845,9 @@ def test_every_sample_is_applied_once_on_every_server(text: str, tmp_path: Path)
 @pytest.mark.parametrize("text", ["server(2)", "server(2, servers=2, sync=asp)"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_other_types_and_batch_norm(text: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """In bfloat16 the first step is rehearsed: its sum was refused as one that came before.
-    With batch norm a server has two vectors, of which the first alone was said to be
-    applied.
+    """In bfloat16 the first step is rehearsed. Earlier, its sum was then refused as a duplicate.
+
+    With batch norm, a server has two vectors. Earlier, only the first was reported as applied.
     """
     made = job("normed", normed_cnn, IMAGES, test=IMAGES).replace(dtype=dtype)
     run, serial = (pg.train(made, each, runs=tmp_path) for each in (text, "serial"))
@@ -848,8 +859,9 @@ def test_other_types_and_batch_norm(text: str, dtype: torch.dtype, tmp_path: Pat
 
 
 class Seeing(nn.Module):
-    """Notes in its forwards how often it was called, which samples it saw, and has a weight
-    that is not trained and follows.
+    """A model whose forwards count calls and mark the samples that they saw.
+
+    A weight that is not trained also changes in each forward.
     """
 
     def __init__(self) -> None:
@@ -861,7 +873,7 @@ class Seeing(nn.Module):
         self.register_buffer("small", torch.zeros(1, dtype=torch.int8))
         self.register_buffer("seen", torch.zeros(997, dtype=torch.bool))
         self.register_buffer("unseen", torch.ones(997, dtype=torch.bool))
-        # of another order in memory
+        # with another order of strides
         self.register_buffer("table", torch.ones(4, 10).t())
 
     def forward(self, x: Tensor) -> Tensor:
@@ -879,8 +891,10 @@ class Seeing(nn.Module):
     "text", ["server(2, servers=2, sync=asp)", "server(2, sync=bsp(backup=1))"]
 )
 def test_forward_changes_of_all_workers_are_merged(text: str, tmp_path: Path) -> None:
-    """Counts in 32 bits, flags, and weights that are not trained were each worker's own: one
-    that came later began with those of the beginning, and a checkpoint had whosever it was.
+    """Earlier, each worker had its own 32-bit counts, flags and untrained weights.
+
+    A worker that came later began with the initial values. A checkpoint had the values of any one
+    worker.
     """
     made = job("seeing", Seeing, VECTORS).replace(dtype=torch.float64, epochs=4)
     run = pg.train(made, text, runs=tmp_path)
@@ -890,14 +904,14 @@ def test_forward_changes_of_all_workers_are_merged(text: str, tmp_path: Path) ->
     assert torch.equal(found["seen"], expected["seen"])
     assert torch.equal(found["unseen"], expected["unseen"])
     assert 20 < int(found["seen"].sum()) <= 29
-    # two shares of three batches, each with a forward
+    # four epochs of three batches of two shares, each with a forward
     assert (int(found["calls"]), int(found["small"])) == (24, 24)
-    # of a full batch
+    # in units of a full batch
     assert found["follows"].tolist() == pytest.approx(3 * [4 * 29 / 12 if "asp" in text else 24.0])
 
 
 def test_changes_of_8_bit_counters_are_averaged() -> None:
-    """Of 100 and 100 it was -28."""
+    """Earlier, the mean of the changes 100 and 100 was -28, because their sum exceeded 8 bits."""
     weight = nn.Parameter(torch.zeros(2, dtype=torch.float64))
     count = torch.ones(1, dtype=torch.int8)
     slots = [
@@ -920,7 +934,7 @@ def test_changes_of_8_bit_counters_are_averaged() -> None:
 
 
 def drawing(output: Tensor, target: Tensor) -> Tensor:
-    """A loss that notes what numpy draws next in a process, once."""
+    """A loss that writes the next random number of numpy to a file, once in each process."""
     if torch.is_grad_enabled() and os.getpid() != int(os.environ["PARAGRAD_TEST_LAUNCHER"]):
         with (
             contextlib.suppress(FileExistsError),
@@ -931,8 +945,9 @@ def drawing(output: Tensor, target: Tensor) -> Tensor:
 
 
 def test_workers_draw_different_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is the first rank of a world of its own: all of them, and who came for one that
-    died, drew the same numbers.
+    """Each worker is the first rank of its own world.
+
+    Earlier, all workers drew the same numbers, also a worker that replaced a dead one.
     """
     drawn = tmp_path / "drawn"
     drawn.mkdir()
@@ -955,8 +970,9 @@ def test_servers_resume_checkpoints_of_other_strategies(tmp_path: Path) -> None:
 def test_checkpoint_of_servers_has_numbers_of_groups(
     optimizer: Callable[..., torch.optim.Optimizer], tmp_path: Path
 ) -> None:
-    """A checkpoint took the groups of a worker, whose optimizer makes no steps: counts and
-    estimates began anew where a run was resumed, in silence. State in a dictionary ended the run:
+    """Earlier, a checkpoint had the optimizer groups of a worker, which makes no optimizer steps.
+
+    In a resumed run, counts and estimates silently began anew. State in a dictionary ended the run:
     "Object of type Tensor is not JSON serializable".
     """
     counted = job("counted", mlp, VECTORS, optimizer=optimizer, dtype=torch.float64, epochs=2)
@@ -984,8 +1000,9 @@ def test_interrupted_asynchronous_run_resumes(tmp_path: Path) -> None:
 def test_run_options_work_with_the_work_queue(
     tmp_path: Path,
 ) -> None:
-    """Checkpoints, of which two are kept, were made after epochs alone, event files of nothing,
-    and behind its limit a run trained to the end.
+    """Earlier, checkpoints were made only after epochs, and event files had no content.
+
+    Two checkpoints are kept. Also, a run that was resumed behind its limit trained to the end.
     """
     run = pg.train(
         vectors(epochs=2), "server(2, sync=asp)", runs=tmp_path, save=2, tensorboard=True, limit=5
@@ -1006,8 +1023,9 @@ def test_run_options_work_with_the_work_queue(
 def test_epoch_stopped_at_its_last_batch_is_evaluated_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Going on, the next epoch was begun: of the one before there was no test, and nobody asked
-    for the goal.
+    """Earlier, a resumed run began the next epoch at once.
+
+    The epoch before was not tested, and the goal was not checked.
     """
 
     class Stopped(queue_coordinator.QueueCoordinator):
@@ -1024,14 +1042,14 @@ def test_epoch_stopped_at_its_last_batch_is_evaluated_once(
     on = pg.train(vectors(epochs=2), "server(2, sync=asp)", runs=tmp_path, resume=run.folder)
     assert [line["epoch"] for line in Record(on.folder).select_lines("epoch")] == [0, 1]
     ended = pg.train(vectors(epochs=1), "server(2, sync=asp)", runs=tmp_path, save=3)
-    # which had its test
+    # this epoch was tested already
     after = pg.train(vectors(epochs=2), "serial", runs=tmp_path, resume=ended.folder)
     assert [line["epoch"] for line in Record(after.folder).select_lines("epoch")] == [1]
 
 
-# ---- who dies --------------------------------------------------------------------------------
+# ---- dead and late processes -----------------------------------------------------------------
 class Disturbed(queue_coordinator.QueueCoordinator):
-    """After so many tickets something happens to one of its processes."""
+    """A coordinator that sends a signal to one of its processes after some tickets."""
 
     after = 5
     happens = signal.SIGKILL
@@ -1041,7 +1059,7 @@ class Disturbed(queue_coordinator.QueueCoordinator):
     stopped: Any = None
 
     def run_training(self) -> str:
-        # not that of sockets: a server takes its time to be there
+        # this is not the limit of sockets, because a server needs time to start
         self.queue.limit = self.limit
         return super().run_training()
 
@@ -1055,7 +1073,7 @@ class Disturbed(queue_coordinator.QueueCoordinator):
             and self.done_shares >= self.after
             and (self.number in self.servers or (member and member.ticket))
         ):
-            # a worker that is slow to come is waited for
+            # the condition also waits for a worker that starts late
             self.happened = True
             victim = self.pool.members[self.number]
             victim.send_signal(self.happens)
@@ -1115,8 +1133,9 @@ def test_other_workers_continue_after_a_failure(
 def test_timeout_setting_applies_to_sockets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A world of one rank had 300 s, whatever --timeout said: a server that hung was waited for
-    as long.
+    """Earlier, a world of one rank had a limit of 300 s, whatever --timeout said.
+
+    So workers waited that long for a server that hung.
     """
 
     class Hung(Disturbed):
@@ -1125,7 +1144,7 @@ def test_timeout_setting_applies_to_sockets(
 
         def handle_report(self, number: int, ticket: Ticket, report: dict[str, Any]) -> None:
             super().handle_report(number, ticket, report)
-            self.stopped = None  # it stays so
+            self.stopped = None  # it stays stopped
 
     monkeypatch.setattr(queue_coordinator, "QueueCoordinator", Hung)
     with pytest.raises(pg.RankFailed, match="no answer from server 0 within 10 s"):
@@ -1140,10 +1159,11 @@ def test_timeout_setting_applies_to_sockets(
 def test_applied_share_without_a_worker_record_is_audited(
     became: int, wrote: int | None, living: bool, tmp_path: Path
 ) -> None:
-    """It was missed in the audit, though every server had it: of a worker that was late and
-    then killed, and of any that had joined. Where the next worker applied it, that one wrote so
-    itself. Of a killed worker the line is written at once: it was missed too if the launcher was
-    killed then.
+    """The sample count includes a share that every server has, but no worker has recorded.
+
+    Earlier, it missed such a share of a worker that was late and then killed, or that had joined.
+    If the next worker applied the share, that worker wrote its line itself. For a killed worker,
+    the line is written at once. Earlier, it was missed too if the launcher was killed then.
     """
     run: Any = queue_coordinator.QueueCoordinator.__new__(queue_coordinator.QueueCoordinator)
     run.validated_run = validate_run(vectors(), "server(2, sync=asp)")
@@ -1213,8 +1233,9 @@ def ending(optimizer: Any) -> Any:
 
 @pytest.mark.parametrize("text", ["server(2)", "data(2)"])
 def test_failing_server_names_the_step(text: str, tmp_path: Path) -> None:
-    """A scheduler that ends before its training: every server said step 0, as its rank makes
-    none.
+    """The scheduler ends before the training.
+
+    Earlier, every server named step 0, because the rank of a server makes no steps.
     """
     with pytest.raises(pg.RankFailed, match="total steps is 4") as failed:
         pg.train(vectors(scheduler=ending), text, runs=tmp_path)
@@ -1224,7 +1245,7 @@ def test_failing_server_names_the_step(text: str, tmp_path: Path) -> None:
 def test_server_exit_after_saving_does_not_fail_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A training that was finished ended in a traceback, as an interrupted one."""
+    """Earlier, a finished training ended with a traceback, like an interrupted one."""
 
     class Late(queue_coordinator.QueueCoordinator):
         def wait_for_exit(self, numbers: list[int]) -> None:

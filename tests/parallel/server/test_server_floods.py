@@ -1,9 +1,10 @@
-"""Parameter servers under a flood: of strangers, and of who has a worker's key, while a
-training goes on in processes beside.
+"""Parameter servers under a flood of bad messages, while a training runs in other processes.
 
-The training is encrypted, over TCP, as between hosts. Its workers begin each step when the
-flood is ready for it, so the flood is beside all steps but the first and the last, however
-quick either is.
+Some messages are from unknown senders, and some from a sender that has a worker's key. The training
+is encrypted, over TCP, as between hosts.
+
+Its workers begin each step when the flood is ready for it. So the flood is present in all steps
+except the first and the last, at any speed of both.
 """
 
 from __future__ import annotations
@@ -55,14 +56,15 @@ def wide() -> nn.Module:
     return nn.Sequential(nn.Linear(10, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4))
 
 
-WIDE = job("wide", wide, VECTORS).replace(epochs=STEPS // 3)  # three steps each
+WIDE = job("wide", wide, VECTORS).replace(epochs=STEPS // 3)  # an epoch has three steps
 
 
 # ---- in the ranks of the training ------------------------------------------------------------
 @dataclass(frozen=True)
 class Insight:
-    """What somebody has who has all of a worker: how it reaches the server, and its
-    messages.
+    """What a sender with all data of a worker has.
+
+    It can reach the server, and it can make messages like those of the worker.
     """
 
     job: int
@@ -72,8 +74,9 @@ class Insight:
 
 
 def beside(world: World, *arguments: Any, place: str, **more: Any) -> Any:
-    """A rank of the training, over TCP whatever its backend; a worker waits before each step
-    until the flood goes on.
+    """Run a rank of the training, over TCP on any backend.
+
+    Before each step, a worker waits until the flood goes on.
     """
 
     def begin(self: worker_exchange.WorkerExchange) -> None:
@@ -106,15 +109,16 @@ def beside(world: World, *arguments: Any, place: str, **more: Any) -> Any:
         sends(self, number, message)
 
     def allow(self: Listener, keys: Any) -> None:
-        """Somewhat late: nobody may be there yet, for he would have been sent away, and never
-        come again.
+        """Allow the keys somewhat late, when no connection has come yet.
+
+        An earlier connection would be refused, and would never come again.
         """
         assert self.receive_message(0.5) is None
         assert not any(self.events)
         allows(self, keys)
 
     def serve(self: server_exchange.ServerExchange) -> None:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is of what follows
+        Path("/proc/self/clear_refs").write_text("5")  # begin a new measurement of the peak
         before = resident("VmRSS")
         serves(self)
         Path(place, "grown").write_text(str(resident("VmHWM") - before))
@@ -142,20 +146,21 @@ def beside(world: World, *arguments: Any, place: str, **more: Any) -> Any:
 
 
 def resident(what: str) -> int:
-    """Bytes, by the kernel's name."""
+    """Return the size of this process's memory in bytes, by the kernel's name of the value."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(what))
 
 
 # ---- the flood -------------------------------------------------------------------------------
 Message = list[bytes]
-Drawn = tuple[str, Message]  # by which name it is refused
+Drawn = tuple[str, Message]  # (name of the refusal, message)
 
 
 @dataclass
 class Spoiled:
-    """Messages of somebody who has a worker's key, each with one thing wrong. before: messages
-    of workers, of earlier steps.
+    """Invalid messages under a worker's key, each with one error.
+
+    before: messages that workers sent in earlier steps.
     """
 
     draw: random.Random
@@ -163,7 +168,7 @@ class Spoiled:
     before: list[Message]
 
     def gradient(self, body: bytes | None = None, marks: bytes = b"\1" * 4, **more: Any) -> Message:
-        """As a worker's, but for what is given; of a step that is long over."""
+        """Return a worker's push of a step that is long over, with the given changes."""
         header = Header(
             MessageType.PUSH,
             **{
@@ -252,7 +257,7 @@ class Spoiled:
         )
 
     def oversized(self) -> Drawn:
-        """As long as the socket lets in, at most."""
+        """Return a push that is too long for the server, but not for the socket."""
         more = ELEMENTS + self.draw.randrange(1, TEXT_BYTES // 4 - 64)
         return (
             "a gradient of N elements for N parameters",
@@ -302,7 +307,10 @@ class Spoiled:
 
 @contextlib.contextmanager
 def line_to(at: Address, keys: KeyPair) -> Iterator[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
-    """A connection, which is not made again; and its end, as an event."""
+    """Open a connection that is not made again.
+
+    Yield it, and a socket that reports its end.
+    """
     with (
         zmq.Context() as context,
         context.socket(zmq.DEALER) as line,
@@ -321,7 +329,7 @@ def line_to(at: Address, keys: KeyPair) -> Iterator[tuple[zmq.Socket[bytes], zmq
 
 
 def with_the_key(line: zmq.Socket[bytes], told: Insight, messages: Iterable[Message]) -> None:
-    """All of them, as fast as the server takes them in; then until it has looked at all."""
+    """Send all messages as fast as the server accepts them; then wait until it has read all."""
     for message in messages:
         line.send_multipart(message, copy=False)
         while line.poll(0):
@@ -329,7 +337,7 @@ def with_the_key(line: zmq.Socket[bytes], told: Insight, messages: Iterable[Mess
     question = Header(MessageType.PULL, told.job, call=1).pack_header()
     line.send(question)
     while True:
-        # who does not take what he is told is told no more: asked again
+        # the server drops answers to a client that does not read them, so ask again
         if not line.poll(1000):
             line.send(question)
         elif unpack_header(line.recv_multipart()[0]).kind == MessageType.VALUES:
@@ -337,29 +345,29 @@ def with_the_key(line: zmq.Socket[bytes], told: Insight, messages: Iterable[Mess
 
 
 def sent_away(at: Address, keys: KeyPair, message: Message) -> None:
-    """A message over a connection of its own, which the server ends."""
+    """Send a message over its own connection, and wait until the server ends that connection."""
     with line_to(at, keys) as (line, ended):
-        with contextlib.suppress(zmq.Again):  # it was sent away before
+        with contextlib.suppress(zmq.Again):  # the server has ended it already
             line.send_multipart(message, zmq.NOBLOCK)
         assert ended.poll(1000 * WAIT), "the server let it in"
 
 
 def over_tcp(at: Address, noise: bytes) -> None:
-    """Some bytes, until the server has hung up."""
+    """Send some bytes, and wait until the server closes the connection."""
     host, port = at.endpoint.removeprefix("tcp://").split(":")
     with (
         contextlib.suppress(ConnectionError),
         socket.create_connection((host, int(port)), WAIT) as line,
     ):
         line.sendall(noise)
-        with contextlib.suppress(OSError):  # it has hung up already
+        with contextlib.suppress(OSError):  # the server has closed it already
             line.shutdown(socket.SHUT_WR)
         while line.recv(4096):
             pass
 
 
 def noises(draw: random.Random, count: int) -> list[bytes]:
-    """Random bytes, some after a greeting such as ZeroMQ's."""
+    """Return random bytes; some begin with a greeting like that of ZeroMQ."""
     greeting = b"\xff" + bytes(8) + b"\x7f\3\1" + b"CURVE".ljust(20, b"\0") + bytes(32)
     return [
         draw.choice([b"", greeting[:12], greeting]) + draw.randbytes(draw.randrange(2000))
@@ -368,9 +376,11 @@ def noises(draw: random.Random, count: int) -> list[bytes]:
 
 
 def flood(door: socket.socket, count: int, seed: int) -> tuple[Counter[str], int]:
-    """A part of it beside every step: so many messages with a worker's key in all, and as many
-    random ones over TCP; a few of whom nobody knows, and that are too long. What the record is
-    to say of them; bytes that were let in.
+    """Send a part of the flood during each step.
+
+    In all, it sends `count` messages with a worker's key, and as many random ones over TCP. A few
+    messages have an unknown key or are too long. Return the refusals that the record should have,
+    and the bytes that the server accepted.
     """
     draw = random.Random(seed)
     refused = Counter[str]()
@@ -407,17 +417,17 @@ def flood(door: socket.socket, count: int, seed: int) -> tuple[Counter[str], int
             )
             for worker in workers:
                 heard(worker, before)
-        # nothing is beside the last step: all of it was looked at
+        # no flood during the last step: the server has read all of it
         for worker in workers:
             worker.send("it is over")
         for worker in workers:
-            # it has left, before our connection ends
+            # the worker leaves before this connection ends
             assert worker.poll(WAIT)
     return refused, size
 
 
 def heard(worker: Connection, before: list[Message]) -> Insight:
-    """What one says before a step: what it has sent is added to what went before."""
+    """Return a worker's report before a step, and append what it has sent to `before`."""
     assert worker.poll(WAIT), "a worker does not go on"
     insight, sent = worker.recv()
     before += sent
@@ -425,8 +435,9 @@ def heard(worker: Connection, before: list[Message]) -> Insight:
 
 
 def earlier(before: list[Message]) -> list[Message]:
-    """Of what workers sent what they may not send again: an update is asked for by each of
-    them, so the last one may.
+    """Return the messages that workers may not send again.
+
+    Each worker requests each update, so the last request may come again.
     """
     headers = [unpack_header(message[0]) for message in before]
     last = max(header.step for header in headers)
@@ -445,8 +456,10 @@ def earlier(before: list[Message]) -> list[Message]:
 def test_flood_is_refused_by_name_and_training_is_bit_equal(
     count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the bit. The server grows by no more than what the sockets keep of the two connections
-    that bring something at a time: less than a quarter of what it was sent.
+    """The training is bit-equal to one without a flood, and the server's memory grows little.
+
+    Two connections send messages at a time. The growth is at most what the sockets keep of them,
+    less than a quarter of what was sent.
     """
     # servers are ranks of the workers' world, as between hosts
     monkeypatch.setattr(Server, "can_recover", False)
@@ -478,9 +491,7 @@ def test_flood_is_refused_by_name_and_training_is_bit_equal(
 
 
 def test_message_names_stay_few_under_random_numbers() -> None:
-    """Each length of a header was a name of its own in the record, and in the server's
-    memory.
-    """
+    """Earlier, each length of a header gave a new name in the record and in the server's memory."""
     served = server("server(2)")
     draw = random.Random(1)
     whole = push()[1].bytes
@@ -508,8 +519,9 @@ def test_message_names_stay_few_under_random_numbers() -> None:
 
 
 def test_repeated_leave_message_counts_once() -> None:
-    """A replayed farewell was another worker's, and the server left those that were still
-    there.
+    """Earlier, a repeated END counted as that of another worker.
+
+    The server then ended while workers were still connected.
     """
     listening: Any = Told()
     listening.refusals = {}
@@ -528,9 +540,10 @@ def listening() -> Iterator[Listener]:
 
 
 def test_unknown_connections_do_not_affect_the_workers(listening: Listener) -> None:
-    """Each was taken for a worker that had gone: as many strangers as workers, and a server
-    thought itself alone. And as their comings and goings were not read while there was work,
-    the socket stood still when there were 2000 of them.
+    """Earlier, each unknown connection counted as a worker that had left.
+
+    With as many of them as workers, a server assumed that no worker was left. While there was work,
+    the server did not read connection events. So the socket stopped at 2000 unknown connections.
     """
     keys = KeyPair.generate_pair()
     draw = random.Random(2)
@@ -553,8 +566,9 @@ def test_unknown_connections_do_not_affect_the_workers(listening: Listener) -> N
 
 
 def test_busy_server_is_sent_no_more_than_socket_buffers(listening: Listener) -> None:
-    """Nothing is looked at meanwhile: who sends waits, after as many messages as both sockets
-    and the system's own memory keep (some megabytes, of 120 KB each).
+    """While the server reads nothing, the sender waits when all buffers are full.
+
+    These are the buffers of both sockets and of the system (some megabytes, of 120 KB each).
     """
     keys = KeyPair.generate_pair()
     listening.allow_keys([keys.public])

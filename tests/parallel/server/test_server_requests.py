@@ -1,6 +1,4 @@
-"""Questions whose answers take their time, over connections that break, or whose other end
-stands still.
-"""
+"""Requests with slow answers, over connections that break, or to a process that is stopped."""
 
 from __future__ import annotations
 
@@ -50,7 +48,7 @@ PULL = Header(MessageType.PULL, JOB, 1)
 
 
 class Asker:
-    """Asks in a thread of its own, and keeps the answers."""
+    """Sends requests in its own thread, and keeps the answers."""
 
     def __init__(
         self,
@@ -88,7 +86,7 @@ def listening(at: Address | None = None, **more: Any) -> Iterator[Listener]:
 
 
 def taken(here: Listener) -> tuple[bytes, Header, int]:
-    """By whom, what, and of how many parts it was."""
+    """Receive a message. Return its connection, its header and its number of parts."""
     came = here.receive_message(WAIT)
     assert came is not None
     return came[0].bytes, unpack_header(came[1].bytes), len(came)
@@ -101,9 +99,11 @@ def taken(here: Listener) -> tuple[bytes, Header, int]:
     ids=["a pull", "a push"],
 )
 def test_request_is_sent_once_however_long_the_answer_takes(question: Any) -> None:
-    """It was sent again every silent second, and a pull was answered again with the whole
-    vector: where that takes longer than a second, the link was full of copies, and after some
-    vectors the worker ended, for nothing came within its limit.
+    """Earlier, a request was sent again after each second without an answer.
+
+    The server answered each pull again with the whole vector. If that took longer than a second,
+    the link was full of copies. After some vectors the worker failed, because no answer came within
+    its limit.
     """
     with listening() as here:
         asker = Asker(here.address, question)
@@ -119,7 +119,10 @@ def test_request_is_sent_once_however_long_the_answer_takes(question: Any) -> No
 
 @pytest.mark.story
 def test_acknowledged_request_waits_beyond_its_time_limit() -> None:
-    """Under bsp(backup) only the office said so, and no server whose others still computed."""
+    """Earlier, under bsp(backup), only the work queue said that a request must wait.
+
+    A server did not say so while other workers still computed.
+    """
     served = server("server(3, sync=bsp(backup=1))")
     waits = 0
     with listening() as here:
@@ -138,11 +141,11 @@ def test_acknowledged_request_waits_beyond_its_time_limit() -> None:
 
 @pytest.mark.story
 def test_each_answer_has_the_full_time_limit() -> None:
-    """The limit was that of all answers together."""
+    """Earlier, all answers together had one time limit."""
     with listening() as here:
         asker = Asker(here.address, *[(0, PULL, ())] * 8, seconds=3.0, again=0.5)
         questions = [taken(here) for _ in range(8)]
-        # each when it is silent, four seconds in all
+        # answer each request after a silence, four seconds in all
         for whose, header, _ in questions:
             while taken(here)[1].call != questions[-1][1].call:
                 pass
@@ -150,7 +153,7 @@ def test_each_answer_has_the_full_time_limit() -> None:
         assert asker.end() == [MessageType.DONE] * 8
 
 
-# ---- what a server says to a reminder --------------------------------------------------------
+# ---- answers to reminders --------------------------------------------------------------------
 class Desk:
     """A server whose answers are kept."""
 
@@ -180,7 +183,7 @@ def test_pending_request_survives_and_a_lost_one_is_detected() -> None:
     assert desk.said(push(call=7, **more)) == []
     assert desk.reminded(7) == MessageType.WAIT
     assert desk.reminded(8) == MessageType.MISSED
-    # and it brings it over this connection
+    # the worker sends it again over this connection
     assert desk.reminded(7, b"w0 again") == MessageType.MISSED
     for _ in range(1000):
         assert desk.said(push(call=7, whose=b"w0 again", **more)) == []
@@ -196,8 +199,9 @@ def test_pending_request_survives_and_a_lost_one_is_detected() -> None:
 
 
 def test_duplicate_push_does_not_cause_a_resend() -> None:
-    """Of two that are at one ticket, for the first was late, each took the other's place, and
-    knew of it by asking again.
+    """Two workers compute the same ticket, because the first one was late.
+
+    Earlier, each took the place of the other, and learned of it when it asked again.
     """
     desk = Desk("server(3, sync=bsp(backup=1))")
     assert desk.said(push(100.0, step=0, call=5)) == []
@@ -220,14 +224,14 @@ def test_pull_request_is_not_stored() -> None:
     assert [kind for _, kind, _ in desk.said(frames(Header(MessageType.PULL, JOB, 1, call=3)))] == [
         MessageType.VALUES
     ]
-    # comes behind the vector, of which it then is no question
+    # the reminder comes after the vector, so no request is open any more
     assert desk.reminded(3) == MessageType.MISSED
 
 
 # ---- connections that break ------------------------------------------------------------------
 def test_request_lost_with_a_connection_is_sent_again() -> None:
-    """A server that is killed, and there again at the same place."""
-    with tempfile.TemporaryDirectory() as folder:  # the path of a socket is a short one
+    """A server is killed, and restarts at the same address."""
+    with tempfile.TemporaryDirectory() as folder:  # a socket needs a short path
         at = Address(f"ipc://{folder}/server")
         with listening(at) as first:
             asker = Asker(at, (0, PUSH, (b"\1\1\1", view_bytes(VECTOR))))
@@ -245,8 +249,9 @@ def test_request_lost_with_a_connection_is_sent_again() -> None:
 def test_no_wait_for_a_server_that_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Who came back, or joined, at the end of a training waited for all of its limit, and said
-    that nobody had answered.
+    """Earlier, a worker that came or came back at the end of a training waited for its whole limit.
+
+    It then said that no answer had come.
     """
     monkeypatch.setattr(of_calling, "ABANDONED_SECONDS", 0.3)
     mine = KeyPair.generate_pair()
@@ -276,9 +281,10 @@ STANDS = """
 
 @pytest.mark.story
 def test_stopped_worker_keeps_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ZeroMQ asked a silent connection whether it is there, and ended it after ten seconds, on
-    one host too: a worker of bsp that was stopped for longer lost the answer that came
-    meanwhile, never asked again, and all stood still.
+    """Earlier, ZeroMQ tested a silent connection and ended it after ten seconds, also on one host.
+
+    A worker of bsp that was stopped for longer lost the answer that came meanwhile. It never asked
+    again, and all processes stopped.
     """
     monkeypatch.setattr(sockets, "HEARTBEAT_MILLISECONDS", 20)
     with listening() as here:
@@ -300,7 +306,7 @@ def test_stopped_worker_keeps_its_connection(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize(("seconds", "silent"), [(0.0, 10_000), (300.0, 300_000), (1e9, 2**31 - 1)])
 def test_connection_between_hosts_may_be_idle_for_the_limit(seconds: float, silent: int) -> None:
-    """Where nobody asks again what is lost with it."""
+    """A request that is lost with such a connection is not sent again."""
     here = Listener(8 * 60, "127.0.0.1", KeyPair.generate_pair(), seconds=seconds)
     calling = ServerClient([here.address], 8 * 60, KeyPair.generate_pair(), seconds)
     try:
@@ -318,16 +324,18 @@ def test_connection_between_hosts_may_be_idle_for_the_limit(seconds: float, sile
 def test_more_late_workers_than_backups_do_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two of three were stopped, and the one that was left waited for them in its push, until
-    it ended the run: no answer from server 0. It is told that others are waited for; and others
-    come for those who do not come back.
+    """Two of three workers are stopped.
+
+    Earlier, the third worker waited for them in its push, until it ended the run: no answer from
+    server 0. Now the server tells it that other workers are waited for. New workers replace those
+    that do not come back.
     """
 
     class Halved(queue_coordinator.QueueCoordinator):
         stopped = False
 
         def run_training(self) -> str:
-            # not that of sockets: a server takes its time to be there
+            # this is not the limit of sockets, because a server needs time to start
             self.queue.limit = 1.0
             return super().run_training()
 

@@ -1,4 +1,4 @@
-"""The optimizer state of a server travels, whatever it consists of."""
+"""The optimizer state of a server is sent as a message, whatever types it contains."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ pytestmark = pytest.mark.pure
 
 
 def test_state_message_keeps_values_and_types() -> None:
-    """Only numbers and tensors at the top of a state travelled: AggMo has a dictionary, AdaShift a
-    queue.
+    """Earlier, only numbers and tensors at the top level of a state were sent.
+
+    AggMo has a dictionary, and AdaShift has a queue.
     """
     states = [
         {

@@ -1,4 +1,4 @@
-"""What ranks fetch of each other: against what a window sees, element by element."""
+"""Elements that ranks fetch from each other, compared with the elements that a window reads."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ WINDOWS = st.builds(
 
 @given(WINDOWS, st.integers(1, 40), st.integers(1, 5))
 def test_shard_outputs_see_the_inputs_of_one_rank(window: Window, size: int, ranks: int) -> None:
-    """Every output, by the definition; and what a rank wants is what its first to its last
-    output see.
+    """Each output reads the inputs of its definition.
+
+    A rank needs the inputs from its first to its last output.
     """
     count = window.count_outputs(size)
     if count < ranks:
@@ -84,7 +85,7 @@ def test_fetched_elements_are_those_sent(window: Window, size: int, ranks: int) 
 @pytest.mark.parametrize("kernel", [1, 3, 5, 7])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_halo_is_half_a_kernel(kernel: int, ranks: int) -> None:
-    """The closed form: stride 1, odd kernel, padding "same"; so much from each neighbour."""
+    """The closed form for stride 1, an odd kernel and padding "same": this much per neighbour."""
     window = Window(kernel, before=kernel // 2, after=kernel // 2)
     have = partition_evenly(28, ranks)
     wants = tuple(window.find_inputs(have.list_ranges(rank)[0], 28) for rank in range(ranks))
@@ -96,8 +97,9 @@ def test_halo_is_half_a_kernel(kernel: int, ranks: int) -> None:
 
 @pytest.mark.parametrize(("kernel", "rows"), [(2, [0, 1, 0]), (1, [0, 0, 0])])
 def test_even_splits_of_uneven_sizes_move_rows(kernel: int, rows: list[int]) -> None:
-    """28 rows over 3 are 10, 9, 9; 14 of a pool of two are 5, 5, 4, and see 10, 10, 8. A 1x1
-    kernel of stride 1 moves none.
+    """28 rows over 3 ranks are 10, 9, 9. The 14 rows of a pool of two are 5, 5, 4.
+
+    They read 10, 10, 8 rows. A 1x1 kernel of stride 1 moves no row.
     """
     window = Window(kernel, kernel)
     have = partition_evenly(28, 3)
@@ -122,7 +124,7 @@ def test_even_splits_of_uneven_sizes_move_rows(kernel: int, rows: list[int]) -> 
 def test_transposed_convolution_inputs_are_fetched(
     spread: TransposedWindow, size: int, ranks: int
 ) -> None:
-    """Every input that gives to one of a rank's outputs is among those that it wants."""
+    """Every input that adds to an output of a rank is among the inputs that the rank needs."""
     if spread.count_outputs(size) < ranks:
         return
     after = partition_evenly(spread.count_outputs(size), ranks)
@@ -142,8 +144,9 @@ def test_transposed_convolution_inputs_are_fetched(
 @settings(max_examples=200)
 @given(WINDOWS, st.integers(12, 80), st.integers(2, 4))
 def test_edges_and_interior_equal_the_convolution(window: Window, size: int, ranks: int) -> None:
-    """Wherever a rank says that it can: its own rows with zeros around, and what the halo adds
-    at the edges.
+    """A convolution of a rank's own rows with zeros around, plus the halo's part, is exact.
+
+    This is checked wherever `split_edges` finds such a division.
     """
     if window.count_outputs(size) < ranks or window.before != window.after:
         return

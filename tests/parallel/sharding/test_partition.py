@@ -1,6 +1,4 @@
-"""How a dimension is divided, and what reshaping and slicing make of it, against tensors that
-are.
-"""
+"""Partitions of a dimension, also after reshaping and slicing, compared with real tensors."""
 
 from __future__ import annotations
 
@@ -64,7 +62,7 @@ def test_every_element_is_on_one_rank(ranks: int, blocks: list[tuple[int, int]])
 
 @st.composite
 def reshapes(draw: st.DrawFn) -> tuple[list[int], list[int], int, DimPartition]:
-    """A shape, another one of as many elements, and a dimension that is divided in blocks."""
+    """Draw a shape, another shape of equal size, and a partition of one dimension in blocks."""
     factors = draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
 
     def grouped() -> list[int]:
@@ -132,8 +130,10 @@ def test_heads_from_a_divided_dimension_are_whole() -> None:
 
 
 def test_queries_keys_and_values_are_divided_separately() -> None:
-    """First they are taken for three heads; then that wishes for blocks, and these for whole
-    heads, all three alike.
+    """The partition of queries, keys and values is found in three steps.
+
+    First, the dimension is treated as three heads. Then a slice asks for three blocks. The blocks
+    then ask for whole heads, in all three in the same way.
     """
     pieces = partition_evenly(24, 2, "qkv")
     found = reshape_partition((24,), (3, 2, 4), 0, pieces)
@@ -166,7 +166,7 @@ def test_fewer_heads_than_ranks_are_replicated(size: int, ranks: int) -> None:
 
 
 def test_partitions_used_together_are_aligned() -> None:
-    """Queries in eight heads, keys in four: the queries are divided by two heads at a time."""
+    """With eight query heads and four key heads, queries are divided by two heads at a time."""
     queries = DimPartition((DimBlock(8, 8, (("q", 0, 64),)),), 3)
     keys = DimPartition((DimBlock(8, 4, (("k", 0, 32),)),), 3)
     assert constrain_to_equal(queries, keys) == [Constraint(("q", 0, 64), grains=4)]

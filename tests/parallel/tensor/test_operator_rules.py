@@ -1,6 +1,4 @@
-"""What torch's functions make of divided tensors: the values and the gradients that they make
-of whole ones.
-"""
+"""torch's functions give the same values and gradients for sharded tensors as for whole ones."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ from paragrad.runtime.world import World
 
 pytestmark = pytest.mark.processes
 
-# which fill the table
+# the import of these modules fills the table of rules
 RULES = (
     reduction_rules,
     convolution_rules,
@@ -51,7 +49,7 @@ RULES = (
     shape_rules,
     window_rules,
 )
-# of tensors of these shapes, some divided
+# (function, shapes of its tensors, {index of a divided tensor: its divided dimension})
 Case = tuple[Callable[..., Any], tuple[tuple[int, ...], ...], dict[int, int]]
 
 CLASSES = whole(7, 5, seed=90).masked_fill(whole(4, 5, seed=91) == 0, -100)
@@ -85,8 +83,9 @@ def _set_by_mask(x: Tensor) -> Tensor:
 
 
 def _sloped(x: Tensor, first: Tensor, second: Tensor, third: Tensor) -> Tensor:
-    """A penalty of a gradient through columns, rows and columns: each backward has a
-    backward.
+    """Return a penalty on a gradient through layers split by columns, rows and columns.
+
+    Each backward has a backward.
     """
     x = x * 1
     out = gathered(
@@ -99,7 +98,7 @@ def _sloped(x: Tensor, first: Tensor, second: Tensor, third: Tensor) -> Tensor:
 
 
 def heads(x: Tensor) -> Tensor:
-    """As an attention makes them."""
+    """Compute attention from one tensor that holds queries, keys and values."""
     q, k, v = x.split(6, dim=2)
     q, k, v = (each.view(2, 4, 3, 2).transpose(1, 2) for each in (q, k, v))
     return (
@@ -384,7 +383,7 @@ CASES: dict[str, Case] = {
 
 
 def compared(world: World, name: str, blocks: int) -> float:
-    """The largest difference of a case's values and gradients from the plain ones."""
+    """Return the largest difference of a case's values and gradients from whole tensors' ones."""
     function, sizes, places = CASES[name]
     line = AxisGroup(world)
     plain = [
@@ -427,7 +426,7 @@ def compared(world: World, name: str, blocks: int) -> float:
             tensor.grad if cut is None else line.take_piece(tensor.grad, places[at], cut.partition)
         )
         worst += [(leaf.grad - own).abs().max()] if own.numel() else []
-    # which is not a number where one of them is none
+    # not a number if a value is not a number
     return float(torch.stack(worst).max())
 
 
@@ -463,7 +462,7 @@ def test_every_function_of_shards_equals_whole_tensors(
 
 
 # ---- the tables of functions along a dimension -----------------------------------------------
-BESIDE = {"topk": (2,), "roll": (1,)}  # what they take before the dimension
+BESIDE = {"topk": (2,), "roll": (1,)}  # arguments before the dimension
 OTHERS = {
     "flip": lambda x, dim: x.flip((dim,)),
     "glu": functional.glu,
@@ -474,8 +473,9 @@ KEEPING = {*reduction_rules.REDUCTIONS} - {"count_nonzero", "std_mean", "var_mea
 
 
 def along_all(world: World) -> list[str]:
-    """The functions of both tables that make of pieces along one dimension, asked along each,
-    what they do not of the whole.
+    """Return the functions of both tables that give another result for shards than for the whole.
+
+    Each function runs along each dimension of a tensor that is divided along each dimension.
     """
     line = AxisGroup(world)
     x = numbers(4, 6, 5, seed=8).double()
@@ -483,7 +483,7 @@ def along_all(world: World) -> list[str]:
     for name, cut, dim in itertools.product(
         (*reduction_rules.REDUCTIONS, *reduction_rules.ALONG_DIM), range(3), range(3)
     ):
-        if name == "glu" and dim != 1:  # which halves it
+        if name == "glu" and dim != 1:  # glu halves the dimension
             continue
         plain = OTHERS.get(
             name,
@@ -507,14 +507,16 @@ def along_all(world: World) -> list[str]:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_function_along_a_dimension(pool: Launcher, size: int) -> None:
-    """kthvalue stood among those that keep the dimension, and nobody had called it."""
+    """Earlier, kthvalue was among the functions that keep the dimension, and no test called it."""
     assert pool.run(along_all, size=size) == [[]] * size
 
 
-# ---- the pairs -------------------------------------------------------------------------------
+# ---- pairs of collectives --------------------------------------------------------------------
 def checked(world: World, uneven: bool) -> list[bool]:
-    """Each pair's gradient, by numbers, with other values on every rank: of the sum of all
-    ranks' results, which each rank's gradient is a part of.
+    """Return for each pair whether its gradient equals the one from differences of values.
+
+    Values differ on every rank. The function is the sum of the results of all ranks; each rank's
+    gradient is a part of its gradient.
     """
     line = AxisGroup(world)
     length = 5 if uneven else 2 * world.size
@@ -530,7 +532,7 @@ def checked(world: World, uneven: bool) -> list[bool]:
         x = numbers(*shape, seed=5 if plain else 10 + world.rank).double().requires_grad_()
         arguments = (x, line) if pair in (AxisCopy, AxisReduce) else (x, 1, pieces, line)
         out = pair.apply(*arguments)
-        # towards: where the result is plain, its gradient is the same on all ranks
+        # if the result is equal on all ranks, its gradient is the same on all ranks
         towards = numbers(
             *out.shape, seed=20 if pair in (AxisReduce, AxisGather) else 30 + world.rank
         ).double()
@@ -544,8 +546,10 @@ def checked(world: World, uneven: bool) -> list[bool]:
 
 
 def _by_numbers(world: World, pair: Any, arguments: Any, towards: Tensor, plain: bool) -> Tensor:
-    """d (sum of towards x result, once for a plain result, over ranks for others) / d x, by
-    differences. A plain x moves on all ranks, another on one after the other.
+    """Return d (sum of towards * result) / d x, computed by differences.
+
+    The sum is taken once if the result is equal on all ranks, and otherwise over all ranks. If x is
+    equal on all ranks, it changes on all ranks together, and otherwise on one rank after the other.
     """
     x, *rest = arguments
     result_plain = pair in (AxisReduce, AxisGather)
@@ -579,8 +583,10 @@ def test_hook_on_a_sharded_value_is_refused() -> None:
 
 
 def copies(world: World) -> list[float]:
-    """A value of which three layers are made has its gradient summed once; one that is changed
-    in between is another.
+    """Return (error of the gradient, sent bytes) of a value that several layers use.
+
+    The gradient of the value is summed once for two layers. A change in place makes another value
+    for the third layer.
     """
     line = AxisGroup(world)
     weights = [

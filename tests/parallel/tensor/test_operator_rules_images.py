@@ -1,5 +1,6 @@
-"""What torch's functions make of images in pieces, by rows and columns: the values and the
-gradients that they make of whole ones.
+"""torch's functions give the same values and gradients for divided images as for whole ones.
+
+Images are divided by rows and columns.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from paragrad.runtime.world import World
 
 pytestmark = pytest.mark.processes
 
-# which fill the table
+# the import of these modules fills the table of rules
 RULES = (
     reduction_rules,
     convolution_rules,
@@ -42,7 +43,7 @@ RULES = (
     shape_rules,
     window_rules,
 )
-# of an image, and tensors that are on all ranks
+# (function, shapes of the image and of tensors that are whole on all ranks)
 Case = tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]
 PIXELS = whole(4, 2, 7, 9, seed=80).masked_fill(whole(5, 2, 7, 9, seed=81) == 0, -100)
 WEIGHTS = torch.tensor([1.0, 2.0, 0.5, 1.5], dtype=torch.float64)
@@ -66,7 +67,7 @@ def in_mode(mode: str, kernel: int, **options: Any) -> Callable[..., Tensor]:
 
 
 def sloped(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """A penalty of a gradient: each backward has a backward."""
+    """Return a penalty on a gradient, so that each backward has a backward."""
     x = x * 1
     out = functional.conv2d(functional.conv2d(x, first, padding=1).tanh(), second, padding=1).tanh()
     (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
@@ -74,7 +75,7 @@ def sloped(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
 
 
 def u_net(x: Tensor, down: Tensor, deep: Tensor, up: Tensor) -> Tensor:
-    """Down, up, and what went around beside it."""
+    """Compute a U-Net of one level: down, up, and a connection beside both."""
     first = functional.conv2d(x, down, padding=1).relu()
     second = functional.conv2d(
         functional.max_pool2d(first, 2, ceil_mode=True), deep, padding=1
@@ -85,7 +86,7 @@ def u_net(x: Tensor, down: Tensor, deep: Tensor, up: Tensor) -> Tensor:
     return functional.conv2d(torch.cat([first, third], 1), up)
 
 
-# of tall ones edges are computed apart
+# for tall images, edges are computed separately
 IMAGE = (2, 4, 11, 9)
 TALL = (2, 4, 70, 5)
 KERNEL = (3, 4, 3, 3)
@@ -263,7 +264,7 @@ CASES: dict[str, Case] = {
 }
 
 
-# these see all of an image
+# these functions need the whole image
 GATHERED = {
     "max pool, with indices",
     "adaptive, 3",
@@ -287,7 +288,7 @@ GATHERED = {
 
 
 class Counting(AxisGroup):
-    """How often all ranks' pieces are put together."""
+    """An axis group that counts how often the pieces of all ranks are gathered."""
 
     count = 0
 
@@ -297,9 +298,7 @@ class Counting(AxisGroup):
 
 
 def compared(world: World, name: str, columns: int) -> tuple[float, bool]:
-    """(The largest difference, relative, of values and of all gradients; was something
-    gathered).
-    """
+    """Return (largest relative difference of values and gradients, was a value gathered?)."""
     run, shapes = CASES[name]
     world = world.add_axes(("rows", world.size // columns), ("columns", columns))
     lines = {2: Counting(world.select_axes("rows"))} | (
@@ -318,12 +317,12 @@ def compared(world: World, name: str, columns: int) -> tuple[float, bool]:
     for own, other in zip(here, serial, strict=True):
         assert own.grad is not None
         gradient = own.grad
-        if own is here[0]:  # of its pieces
+        if own is here[0]:  # the sum over all pieces
             for line in lines.values():
                 gradient = line.sum_over_ranks(gradient)
         pairs.append((gradient, other.grad))  # type: ignore[arg-type]
     worst = [(a - b).detach().abs().max() / b.abs().max().clamp(min=1) for a, b in pairs]
-    # not a number where one of them is none
+    # not a number if a value is not a number
     return float(torch.stack(worst).detach().max()), counts > 0
 
 
@@ -332,7 +331,7 @@ def all_compared(world: World, columns: int) -> dict[str, tuple[float, bool] | s
     for name in CASES:
         try:
             found[name] = compared(world, name, columns)
-        except Exception as error:  # of this case: the others go on
+        except Exception as error:  # only this case failed; the others continue
             found[name] = f"{type(error).__name__}: {error}"
     return found
 

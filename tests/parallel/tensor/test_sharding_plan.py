@@ -1,4 +1,4 @@
-"""How layers are split: found by running a model, without a word from its author."""
+"""Sharding plans: how layers are split, found by running the model, without its author's help."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.processes
 
 
 def told(plan: ShardingPlan) -> dict[str, str]:
-    """Of each tensor how it is divided."""
+    """Return for each tensor how it is divided."""
     return {name: summary.describe_division(plan, name) for name in plan.shapes}
 
 
@@ -31,7 +31,7 @@ def travels(plan: ShardingPlan) -> list[str]:
 
 
 def test_linear_pairs_are_split_by_columns_and_rows() -> None:
-    """One sum forward and one backward for each pair: Megatron's."""
+    """Each pair of linear layers needs one sum in forward and one in backward, as in Megatron."""
     model = nn.Sequential(
         nn.Linear(6, 8),
         nn.GELU(),
@@ -58,7 +58,7 @@ def test_linear_pairs_are_split_by_columns_and_rows() -> None:
 
 
 def test_every_layer_is_split_by_outputs_without_pairs() -> None:
-    """What comes into one is gathered: one split for all layers (Gholami et al. 2018)."""
+    """Each layer's input is gathered: one kind of split for all layers (Gholami et al. 2018)."""
     model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 4))
     plan = plan_sharding(model, drawn(2, 6, seed=1), 2, pairs=False)
     assert [told(plan)[f"{number}.weight"] for number in (0, 2, 4)] == [
@@ -73,7 +73,7 @@ def test_every_layer_is_split_by_outputs_without_pairs() -> None:
         2,
         pairs=False,
     )
-    # of too few outputs
+    # the last layer has too few outputs
     assert (told(plan)["2.weight"], travels(plan)) == ("whole(1, 8)", ["2: gathered"])
 
 
@@ -85,7 +85,7 @@ def test_channels_are_split_with_their_norm_statistics() -> None:
         "1.running_mean",
         "1.running_var",
     }
-    # what is flattened behind channels
+    # the flattened elements of a channel stay together
     assert told(plan)["5.weight"] == "inputs 18 + 18"
 
 
@@ -99,7 +99,7 @@ def test_heads_are_whole_and_qkv_is_three() -> None:
 
 
 class Grouped(nn.Module):
-    """Attention of more queries than keys. heads: of each."""
+    """Attention with more query heads than key heads; `heads` has both numbers."""
 
     def __init__(self, queries: int, keys: int) -> None:
         super().__init__()
@@ -131,8 +131,10 @@ class Grouped(nn.Module):
 
 
 def test_queries_are_on_the_rank_of_their_keys() -> None:
-    """Eight heads of queries over three ranks would be 3, 3 and 2, and their four of keys are
-    2, 1 and 1.
+    """Query heads are divided like their key heads.
+
+    Alone, eight query heads over three ranks would be 3, 3 and 2. Their four key heads are 2, 1 and
+    1.
     """
     plan = plan_sharding(Grouped(8, 4), drawn(2, 5, 8, seed=1).requires_grad_(), 3)
     assert told(plan)["query.weight"] == "outputs 16 + 8 + 8"
@@ -156,7 +158,7 @@ def test_tied_weight_is_split_once() -> None:
 
 
 def test_weight_normalization_sums_norms_over_ranks() -> None:
-    """The norm of a row whose elements are on several ranks is summed."""
+    """If the elements of a row are on several ranks, its norm is summed over them."""
     normed = nn.utils.parametrizations.weight_norm
     plan = plan_sharding(
         nn.Sequential(normed(nn.Linear(6, 8)), nn.Tanh(), normed(nn.Linear(8, 4))),
@@ -169,7 +171,7 @@ def test_weight_normalization_sums_norms_over_ranks() -> None:
 
 
 class Experts(nn.Module):
-    """A stack of weights, of which each token takes one."""
+    """A stack of weights with one for each expert; the outputs of all experts are added."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,7 +209,10 @@ def test_recomputed_layers_are_traced() -> None:
 
 
 def test_plan_with_fewer_bytes_is_chosen_around_a_layer() -> None:
-    """The stem's outputs are divided; around the blocks they go on plain, gathered once."""
+    """The stem's outputs are divided and gathered once.
+
+    The values that go around the blocks are whole.
+    """
 
     class Residual(nn.Module):
         def __init__(self) -> None:
@@ -242,7 +247,7 @@ def test_model_is_unchanged_by_planning() -> None:
     )
 
 
-# of torch's own, where a compiler is asked for
+# torch itself warns where a compiler is used
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
     ("made", "ranks", "says"),

@@ -1,4 +1,4 @@
-"""Late steps of verify: the reference goes on from the strategy's state, or makes the steps."""
+"""Late steps of verify: the reference continues from the strategy's state, or makes all steps."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ class Rule(torch.optim.Optimizer):
 
 
 class Queued(Rule):
-    """Keeps the last gradients in a queue: the reference once changed the strategy's own queue."""
+    """An optimizer that keeps the last gradients in a queue.
+
+    Earlier, the reference changed the queue of the strategy itself.
+    """
 
     def compute_step(self, parameter: nn.Parameter) -> torch.Tensor:
         queue = self.state[parameter].setdefault("queue", deque(maxlen=3))
@@ -49,8 +52,10 @@ class Queued(Rule):
 
 
 class OneNumber(Rule):
-    """Keeps one number for a parameter in a tensor of one element: it was taken for the part of a
-    parameter, and filled a whole one.
+    """An optimizer that keeps one number for a parameter, in a tensor of one element.
+
+    Earlier, this tensor was taken for a part of the parameter, and its number filled a tensor of
+    the size of the parameter.
     """
 
     def compute_step(self, parameter: nn.Parameter) -> torch.Tensor:
@@ -60,7 +65,10 @@ class OneNumber(Rule):
 
 
 class Dropping(Rule):
-    """Updates every second step, and drops what it kept: the reference went on with its own."""
+    """An optimizer that updates in every second step, and then deletes its state.
+
+    Earlier, the reference continued with its own state instead.
+    """
 
     def compute_step(self, parameter: nn.Parameter) -> torch.Tensor:
         state = self.state[parameter]
@@ -71,7 +79,10 @@ class Dropping(Rule):
 
 
 class Counting(Rule):
-    """Keeps a number beside the states of its parameters: servers could not send it."""
+    """An optimizer that keeps a number next to the states of its parameters.
+
+    Earlier, servers could not send this number.
+    """
 
     def compute_step(self, parameter: nn.Parameter) -> torch.Tensor:
         return parameter.grad / (1 + self.state.get("count", {}).get("value", 0))  # type: ignore
@@ -82,7 +93,10 @@ class Counting(Rule):
 
 
 class Hiding(Rule):
-    """Keeps tensors in a dict of its own, by id(parameter): late steps began without them."""
+    """An optimizer that keeps tensors in its own dict, with the key id(parameter).
+
+    Earlier, the late steps began without these tensors.
+    """
 
     def compute_step(self, parameter: nn.Parameter) -> torch.Tensor:
         kept = self._hidden.setdefault(id(parameter), torch.zeros_like(parameter))
@@ -116,7 +130,7 @@ def test_late_steps_are_serials(rule: type[Rule], strategy: str, pool: Launcher)
 
 
 def test_schedule_of_a_short_job_is_not_overrun(pool: Launcher) -> None:
-    """A schedule of 40 steps ended the comparison, which made 45, in an error."""
+    """Earlier, a learning-rate schedule of 40 steps ended a comparison of 45 steps in an error."""
     made = job("vectors", mlp, VECTORS).replace(
         dtype=torch.float64,
         batch=8,
@@ -127,8 +141,10 @@ def test_schedule_of_a_short_job_is_not_overrun(pool: Launcher) -> None:
 
 
 def test_rounding_is_measured_by_the_largest_gradient_so_far() -> None:
-    """In a model that has learnt all, gradients are a probability near 1 minus 1. Their rounding is
-    that of 1, and one divided model was told to be another training in step 41 (timm's NFNet).
+    """If a model has learnt its data, a gradient is a probability near 1, minus 1.
+
+    Its rounding error is that of 1, which is large compared with the gradient. Earlier, the
+    comparison therefore said that a divided model trained differently in step 41 (timm's NFNet).
     """
     reference = {"a": torch.tensor([1e-9], dtype=torch.float64)}
     ours = {"a": reference["a"] + 1e-16}

@@ -1,6 +1,4 @@
-"""Stop and resume: saved under one strategy, loaded under another, and the training goes on as
-if nothing had been.
-"""
+"""Stop and resume: a checkpoint of one strategy continues under another, as without a stop."""
 
 from __future__ import annotations
 
@@ -112,8 +110,9 @@ def steps_from(
     count: int,
     folder: Path | None = None,
 ) -> dict[str, Tensor]:
-    """The state after steps first..first+count, from a checkpoint or from the start; saved
-    below folder, if there is one.
+    """Run steps first..first+count, from a checkpoint or from the start; return the state.
+
+    If there is a folder, save a checkpoint in it.
     """
     trainer = Trainer.build_for_job(world, job, chosen)
     try:
@@ -139,7 +138,7 @@ PAIRS = [
     ("serial", "data(4, reduce=butterfly)"),
     ("data(2)", "data(2)"),
 ]
-# every other job with one pair, each pair with a job; `make table` has all
+# every other job has one pair, and each pair a job; `make table` has all combinations
 MOVES = [
     pytest.param(
         name,
@@ -152,7 +151,7 @@ MOVES = [
 ]
 
 
-# models in parts: each to serial and back, mid-epoch, and ten pairs of them all
+# divided models: each strategy to serial and back, in the middle of an epoch, and ten random pairs
 IN_PARTS = (
     "place(2)",
     "pipeline(2, micro=3)",
@@ -178,7 +177,7 @@ MOVES += [
 ]
 
 
-# layers in width: each to serial and back, mid-epoch, and ten pairs with all others
+# divided layers: each strategy to serial and back, in the middle of an epoch, and ten random pairs
 IN_WIDTH = ("tensor(2)", "tensor(3)", "data(2) * tensor(2)", "tensor(2) * pipeline(2, micro=2)")
 WIDE = random.Random(1).sample(
     [
@@ -209,7 +208,7 @@ MOVES += [
 ]
 
 
-# images in pieces, and neurons beside samples: the same
+# divided images, and divided layers beside divided samples: the same kinds of pairs
 PIECES = (
     "spatial(2)",
     "spatial(2, columns=2)",
@@ -238,7 +237,7 @@ MOVES += [
 ]
 
 
-# branches: the same
+# branches: the same kinds of pairs
 FORKED = ("branch(2)", "data(2) * branch(2)", "spatial(2)")
 MOVES += [
     pytest.param(
@@ -252,7 +251,7 @@ MOVES += [
 ]
 
 
-# sharded over ranks: to serial and back, and between others
+# state sharded over ranks: to serial and back, and to and from other strategies
 SHARDED = "data(3, state=fully_sharded)"
 MOVES += [
     pytest.param(
@@ -289,8 +288,9 @@ MOVES += [
 def test_checkpoint_of_one_strategy_resumes_under_another(
     pool: Launcher, tmp_path: Path, name: str, before: str, after: str
 ) -> None:
-    """Mid-epoch; the next five steps equal uninterrupted serial. (Adam after 4 steps is not
-    Adam from the start.)
+    """A run is saved in the middle of an epoch; its next five steps equal uninterrupted serial.
+
+    (The steps of Adam after 4 steps differ from the first steps of Adam.)
     """
     job = {**RESUMED, **BRANCHED}[name]
     early = resolved(before)
@@ -312,8 +312,9 @@ def trained(pool: Launcher, folder: Path, job: Job, text: str, **settings: objec
 
 
 def test_resumed_run_continues_losses_and_audit(pool: Launcher, tmp_path: Path) -> None:
-    """Saved every 4 steps of 6; resumed from 4: the losses of steps 4 and 5, and an audit over
-    both runs.
+    """A run of 6 steps is saved every 4 steps, and resumed from step 4.
+
+    It has the losses of steps 4 and 5, and its sample count covers both runs.
     """
     job = in64(JOBS["mlp"]).replace(epochs=2)
     whole = trained(pool, tmp_path / "whole", job, "data(3)", save=4)
@@ -341,7 +342,7 @@ def test_resumed_run_continues_losses_and_audit(pool: Launcher, tmp_path: Path) 
 
 
 class Waves(nn.Module):
-    """A complex weight under two names, beside a complex buffer and real numbers."""
+    """A model with a complex weight under two names, a complex buffer, and real numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -355,8 +356,9 @@ class Waves(nn.Module):
 
 
 def test_complex_weights_in_float64_are_saved(tmp_path: Path) -> None:
-    """safetensors have no complex128: the training was done, then "KeyError: torch.complex128",
-    and its model was lost.
+    """Earlier, a model in complex128 was lost after its training.
+
+    safetensors has no complex128, so saving raised "KeyError: torch.complex128".
     """
     job = in64(
         make_job(
@@ -389,9 +391,10 @@ def test_newest_two_checkpoints_are_kept_and_none_partial(pool: Launcher, tmp_pa
 
 
 def test_epoch_is_evaluated_and_counted_once(pool: Launcher, tmp_path: Path) -> None:
-    """Resumed at an epoch's end, a run tested that epoch again and counted it in its own audit
-    too; where the run that was saved ended before its test, the test is the resumed run's to
-    make.
+    """Earlier, a run that was resumed at the end of an epoch tested that epoch again.
+
+    It also counted the epoch's samples again. Only if the saved run ended before its test, the
+    resumed run must make the test.
     """
     job = in64(JOBS["mlp"]).replace(epochs=1, test=VECTORS)
     first = trained(pool, tmp_path / "first", job, "data(2)", save=3)
@@ -430,9 +433,7 @@ def test_epoch_is_evaluated_and_counted_once(pool: Launcher, tmp_path: Path) -> 
 
 
 def test_checkpoint_is_selected_by_its_folder(tmp_path: Path) -> None:
-    """--resume RUN/checkpoint-00000002 was refused: that folder holds no checkpoint, it
-    said.
-    """
+    """Earlier, --resume RUN/checkpoint-00000002 was refused: "that folder holds no checkpoint"."""
     job = JOBS["mlp"]
     steps_from(World(), job, Serial(threads=1), None, 0, 2, tmp_path)
     steps_from(World(), job, Serial(threads=1), find_newest_checkpoint(tmp_path), 2, 1, tmp_path)
@@ -475,7 +476,10 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], L.LRScheduler]] = {
 
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_every_torch_scheduler_resumes_exactly(tmp_path: Path, name: str) -> None:
-    """The milestones of MultiStepLR came back as texts, and the rate never fell again."""
+    """Earlier, the milestones of MultiStepLR were restored as strings.
+
+    So the learning rate never fell again.
+    """
     job = in64(JOBS["mlp"]).replace(scheduler=SCHEDULERS[name], scheduler_every="step")
     expected = steps_from(World(), job, Serial(threads=1), None, 0, SAVED + 5)
     steps_from(World(), job, Serial(threads=1), None, 0, SAVED, tmp_path)
@@ -501,8 +505,10 @@ OPTIMIZERS = (
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_torch_optimizer_resumes_exactly(tmp_path: Path, name: str) -> None:
-    """To the bit: state in float32 (NAdam's product) stays in float32; a learning rate that is
-    a tensor stays one.
+    """The resumed training is equal bit for bit.
+
+    State in float32 (NAdam's product) stays in float32. A learning rate that is a tensor stays a
+    tensor.
     """
     job = in64(JOBS["mlp"]).replace(
         scheduler=SCHEDULERS["MultiStepLR"],
@@ -520,7 +526,7 @@ def test_every_torch_optimizer_resumes_exactly(tmp_path: Path, name: str) -> Non
 def test_full_disk_is_reported_with_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """safetensors raises an error of its own, which had no file, and no repair."""
+    """safetensors raises its own error; earlier, the message had no file and no repair."""
 
     def full(*_: object) -> None:
         raise SafetensorError(
@@ -536,8 +542,9 @@ def test_full_disk_is_reported_with_its_file(
 
 
 def test_folder_of_another_training_is_not_mixed(tmp_path: Path) -> None:
-    """A second training saved into the folder of a longer one: its checkpoints were deleted at
-    once, as the older ones.
+    """Earlier, a second training could save into the folder of a longer one.
+
+    Its checkpoints were deleted at once, as the older ones.
     """
     job = JOBS["mlp"]
     steps_from(World(), job, Serial(threads=1), None, 0, 6, tmp_path)
@@ -547,14 +554,14 @@ def test_folder_of_another_training_is_not_mixed(tmp_path: Path) -> None:
     ):
         steps_from(World(), job, Serial(threads=1), None, 0, 2, tmp_path)
     held = os.open(tmp_path, os.O_RDONLY)
-    # by who saves there at this moment
+    # as by another training that saves there at this moment
     fcntl.flock(held, fcntl.LOCK_EX)
     with pytest.raises(
         StepFailed, match=f"another training is saving in {tmp_path}; give each a folder of its own"
     ):
         steps_from(World(), job, Serial(threads=1), None, 0, 8, tmp_path)
     os.close(held)
-    # a damaged one is no training to keep
+    # a damaged checkpoint need not be kept
     harm(tmp_path / "checkpoint-00000006" / CHECKPOINT_FILES[0], "flipped")
     steps_from(World(), job, Serial(threads=1), None, 0, 2, tmp_path)
     assert find_newest_checkpoint(tmp_path).step == 2
@@ -600,9 +607,7 @@ def harm(path: Path, damage: str) -> None:
 
 
 class InForward(nn.Sequential):
-    """As mlp by its repr, but for its name, which is told to be the same; its forward is
-    another.
-    """
+    """A model with the same repr and class name as `mlp`, but with another forward."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 4))
@@ -691,7 +696,7 @@ def edited(
     tensors: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None,
     name: str = "model.safetensors",
 ) -> None:
-    """A checkpoint that somebody changed, its sums made anew."""
+    """Change a checkpoint, and compute its checksums again."""
     state = json.loads((folder / "state.json").read_text())
     if tensors is not None:
         save_file(tensors(load_file(folder / name)), folder / name)
@@ -771,8 +776,10 @@ EDITS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("name", EDITS)
 def test_edited_checkpoint_is_refused_in_one_sentence(tmp_path: Path, name: str) -> None:
-    """Its sums made anew: twelve raw errors, five taken in silence, and a FIFO that was waited
-    for.
+    """An edited checkpoint, whose checksums were computed again, is refused in one sentence.
+
+    Earlier, twelve edits raised raw errors, five were accepted silently, and the reader waited for
+    a FIFO.
     """
     job = JOBS["mlp, adam, clipped, scheduled"].replace(dtype=torch.float64)
     steps_from(World(), job, Serial(threads=1), None, 0, 3, tmp_path)
@@ -785,8 +792,9 @@ def test_edited_checkpoint_is_refused_in_one_sentence(tmp_path: Path, name: str)
 
 
 def test_steps_of_more_than_eight_digits(tmp_path: Path) -> None:
-    """Folders were sorted as text: step 100,000,000 was taken for an earlier one than
-    99,999,999, and saving failed.
+    """Earlier, folders were sorted as text, so saving failed at step 100,000,000.
+
+    That step was taken for an earlier one than 99,999,999.
     """
     trainer = Trainer.build_for_job(World(), JOBS["mlp"], Serial(threads=1))
     for step in (99_999_999, 100_000_000, 100_000_001):
@@ -801,7 +809,7 @@ def test_steps_of_more_than_eight_digits(tmp_path: Path) -> None:
 
 
 def test_checkpoints_of_earlier_versions_resume(tmp_path: Path) -> None:
-    """They knew neither model, loss nor tensors."""
+    """Checkpoints of earlier versions do not describe model, loss and tensors."""
     job = JOBS["mlp"]
     steps_from(World(), job, Serial(threads=1), None, 0, 3, tmp_path)
 
@@ -847,8 +855,9 @@ job = pg.Job(name="points", model=lambda: nn.Linear(10, 4), loss=nn.functional.c
 
 @pytest.mark.story
 def test_sigterm_saves_exits_0_and_the_run_resumes(tmp_path: Path) -> None:
-    """The launcher is asked to stop while its ranks train; both stop after the same step, and
-    resumed it ends as if never stopped.
+    """The launcher is asked to stop while its ranks train; both ranks stop after the same step.
+
+    The resumed run ends as if it had never stopped.
     """
     job = tmp_path / "points.py"
     job.write_text(STOPPED)
@@ -919,8 +928,9 @@ def test_sigterm_saves_exits_0_and_the_run_resumes(tmp_path: Path) -> None:
 def test_resume_advice_repeats_the_typed_command(
     typed: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`go on with --resume RUN` left out --strategy, --epochs and all else, so what it said to
-    type was another training.
+    """Earlier, the advice `go on with --resume RUN` left out --strategy, --epochs and all else.
+
+    So the advised command was another training.
     """
     monkeypatch.setattr("shutil.which", lambda name: None)
     # PARAGRAD_DATA=there
@@ -996,7 +1006,7 @@ def test_user_loop_saves_and_loads(tmp_path: Path) -> None:
 
 
 class Finer(torch.optim.SGD):
-    """Adds up in float64, whatever its parameters are."""
+    """An optimizer that sums gradients in float64, whatever the type of its parameters is."""
 
     def step(self, closure: Any = None) -> Any:
         for parameter in self.param_groups[0]["params"]:
@@ -1008,8 +1018,9 @@ class Finer(torch.optim.SGD):
 
 
 def test_state_finer_than_its_parameter_is_restored(tmp_path: Path) -> None:
-    """torch casts it to the parameter's type, and it was cast back after that: the digits
-    between were lost.
+    """Earlier, a state that is finer than its parameter lost digits.
+
+    torch casts it to the type of the parameter, and it was cast back only after that.
     """
     sums = []
     for loads in (False, True):
@@ -1031,8 +1042,9 @@ def test_state_finer_than_its_parameter_is_restored(tmp_path: Path) -> None:
 
 
 def test_saving_keeps_unrelated_files_of_the_folder(tmp_path: Path) -> None:
-    """Everything that ended in .partial was removed: a download under way, another command's
-    trace.
+    """Earlier, every file that ended in .partial was removed.
+
+    Such a file may be a download in progress, or the trace of another command.
     """
     for name in ("dataset.zip.partial", "trace.json.partial", "checkpoint-00000001.partial"):
         (tmp_path / name).write_text("half")
@@ -1060,7 +1072,10 @@ def test_signal_handlers_are_unchanged_outside_of_training() -> None:
 
 
 def test_shared_batch_norm_is_loaded(tmp_path: Path) -> None:
-    """torch filled in its count under the second name, which the file does not have."""
+    """A batch norm that a model uses in two places is loaded.
+
+    Earlier, torch filled in its count under the second name, which the file does not have.
+    """
 
     def build() -> nn.Module:
         norm = nn.BatchNorm1d(10)

@@ -1,4 +1,4 @@
-"""Which differences of a later step are rounding: up to three baselines are made for them."""
+"""Which differences of a later step count as rounding; the check makes up to three baselines."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ EPS = torch.finfo(torch.float32).eps
 
 
 def make_outcome(difference: float) -> StepOutcome:
-    """A step whose gradient is 1, and in one element off by some eps."""
+    """Return a step whose gradient is 1; one element is off by `difference` eps."""
     gradient = torch.tensor([1.0, 1.0 + difference * EPS])
     return StepOutcome(1.0, 1.0, {"layer.weight": gradient}, {})
 
 
 def find_difference(ours: float, baselines: dict[int, float]) -> tuple[bool, list[int]]:
-    """(whether a step differs from a reference of 0, the baselines that were made)"""
+    """Return (whether a step differs from a reference of 0, the baselines that were made)."""
     made = list[int]()
 
     def make_variant(number: int) -> StepOutcome:
@@ -45,7 +45,7 @@ def test_no_more_baselines_are_made_than_explain_a_difference() -> None:
 
 
 def test_a_step_that_equals_two_baselines_is_one_workers() -> None:
-    """A rectifier flipped in the reference alone, a hundred times all other rounding."""
+    """A rectifier flipped in the reference only, which is a hundred times all other rounding."""
     assert find_difference(4000, {0: 4000, 1: 4000}) == (False, [0, 1])
 
 

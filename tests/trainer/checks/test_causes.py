@@ -1,4 +1,4 @@
-"""A cause is called one only if it was tested: one worker takes the batch in the same parts."""
+"""A message names a cause only if it was tested: one worker runs the batch in the same parts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.processes
 
 
 class CentredGradient(torch.autograd.Function):
-    """Subtracts the mean over the batch from a gradient."""
+    """An identity whose backward subtracts the mean over the batch from the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ class Centred(nn.Module):
 
 
 class ByRank(nn.Module):
-    """Scales the output by the number of the rank."""
+    """A model that scales its output by the number of the rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class ByRank(nn.Module):
 
 
 class Quantized(nn.Module):
-    """Takes its codes from the first batch, as vector quantization does."""
+    """A model that takes its codes from the first batch, as vector quantization does."""
 
     codes: Tensor
     is_new: Tensor
@@ -80,7 +80,7 @@ class Quantized(nn.Module):
 
 
 class ActNorm(nn.Module):
-    """Takes its scale, a parameter, from the first batch (Glow)."""
+    """A model that takes its scale, a parameter, from the first batch (Glow)."""
 
     is_new: Tensor
 
@@ -98,7 +98,7 @@ class ActNorm(nn.Module):
 
 
 class Averaged(nn.Module):
-    """Subtracts the mean over the batch."""
+    """A model that subtracts the mean over the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,11 @@ DIVISION = (
 def test_cause_is_tested_on_one_worker(
     build: Callable[[], nn.Module], strategy: str, message: str, tmp_path: Path
 ) -> None:
-    """A number of a rank was said to mix samples, and codes to need a pair from the loss."""
+    """Earlier, two causes were named wrongly.
+
+    A model that uses the number of its rank was said to mix samples. For a model with codes, the
+    message demanded a pair from the loss.
+    """
     with pytest.raises(pg.RankFailed, match=message):
         pg.train(job("cause", build, VECTORS), strategy, runs=tmp_path)
 
@@ -161,14 +165,14 @@ class PackedDropout(nn.Module):
 def test_models_that_mix_samples_get_their_own_repair(
     build: Callable[[], nn.Module], message: str, tmp_path: Path
 ) -> None:
-    """They were told to return the pair (sum, weight), which changes nothing."""
+    """Earlier, the message advised to return the pair (sum, weight), which changes nothing."""
     with pytest.raises(pg.Refused, match=message) as caught:
         pg.train(job("mixes", build, VECTORS), "data(2)", runs=tmp_path)
     assert "return the pair" not in str(caught.value)
 
 
 def build_filled() -> nn.Module:
-    """Quantized, whose codes are filled before the training."""
+    """Return a Quantized model whose codes are filled before the training."""
     model = Quantized()
     model(VECTORS.tensors[0])
     return model
@@ -181,7 +185,7 @@ def test_model_filled_before_the_training_trains(tmp_path: Path) -> None:
 
 
 def step_with_changed_inputs(world: World) -> str:
-    """On a rank: a step of a user's loop, whose inputs are not those that the dataset gave."""
+    """Make a step of a user's loop with changed inputs; return the message of its failure."""
     model = Centred()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with pg.parallelize(model, functional.cross_entropy, optimizer, "data(2)") as trainer:
@@ -198,7 +202,7 @@ def test_cause_is_tested_in_a_loop_of_the_user() -> None:
 
 
 def judge(value: float, rounding: float, miss: float) -> bool | None:
-    """Whether the division is the cause of a mismatch; None: nothing is said."""
+    """Return whether the division is the cause of a mismatch; None if that is unknown."""
     gaps = {("gradient", "a"): Gap(value, "a.weight", 1.0)}
     baseline = {("gradient", "a"): Gap(rounding, "a.weight", 1.0, 1e-7)}
     result = _judge_division(
@@ -208,7 +212,10 @@ def judge(value: float, rounding: float, miss: float) -> bool | None:
 
 
 def test_rounding_is_no_cause_and_excludes_none() -> None:
-    """A rounding of 1.2e-7 was the cause of a mismatch of 1e-7, and NaN was called equal."""
+    """Earlier, rounding of 1.2e-7 was named as the cause of a mismatch of 1e-7.
+
+    NaN was called equal.
+    """
     assert judge(0.2, 1e-7, 0.25) is True
     assert judge(1e-7, 1e-7, 0.25) is False
     assert judge(1.2e-7, 1e-7, 1e-7) is None
@@ -217,7 +224,7 @@ def test_rounding_is_no_cause_and_excludes_none() -> None:
 
 
 class OtherInEval(nn.Module):
-    """Batch norm written by hand, and dropout: the draws are right."""
+    """A model with a batch norm written by hand, and with dropout, whose draws are right."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -234,7 +241,7 @@ def test_draws_are_no_cause_where_eval_mode_is_another_path(tmp_path: Path) -> N
 
 
 class MixesByDraws(nn.Module):
-    """Mixes each sample with the one opposite, by a weight that is each sample's own."""
+    """A model that mixes each sample with another one, by a random weight for each sample."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,7 +253,7 @@ class MixesByDraws(nn.Module):
 
 
 def test_draws_of_samples_are_no_cause_of_mixing(tmp_path: Path) -> None:
-    """If each weight is 1, nothing is mixed; so the weights were the cause."""
+    """Earlier, the random weights were named as the cause, because weights of 1 mix nothing."""
     with pytest.raises(pg.Refused, match="; the model mixes samples: "):
         pg.train(job("mixup", MixesByDraws, VECTORS), "data(2)", runs=tmp_path)
 
@@ -261,7 +268,7 @@ def test_loss_that_compares_samples_gets_a_true_repair(tmp_path: Path) -> None:
 
 
 class WithAuxiliary(nn.Module):
-    """A mean over time, padding included; gives a second output in training alone."""
+    """A model that averages over time, padding included, with a second output in training only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -288,7 +295,7 @@ TEXTS = [(torch.arange(1, 2 + place % 5), torch.tensor(place % 4)) for place in 
 
 
 def test_explanations_refuse_no_job(tmp_path: Path) -> None:
-    """A model that gives another output in eval mode was refused, under serial too."""
+    """Earlier, a model with another output in eval mode was refused, also under serial."""
     texts: Any = TEXTS
     padded = job("padded", WithAuxiliary, texts, loss=auxiliary_loss, collate=pad_texts, batch=8)
     losses = [pg.train(padded, each, runs=tmp_path).losses for each in ("serial", "data(2)")]

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.pure
 def list_checks(
     steps: int, share: float, seed: int = 0, step_seconds: float = 1.0, check_seconds: float = 3.0
 ) -> list[int]:
-    """The checked steps of a run in which all steps, and all checks, take equally long."""
+    """List the checked steps of a run; all steps, and all checks, take equally long."""
     plan = CheckPlan()
     checked = []
     for step in range(1, steps + 1):
@@ -41,7 +41,7 @@ def test_a_share_of_one_checks_every_step() -> None:
 
 
 def test_steps_are_drawn_from_the_seed_and_lie_irregularly() -> None:
-    """A fault of every n-th step would lie between checks of a regular distance."""
+    """Checks at a regular distance could miss a fault that occurs in every n-th step."""
     first, again, other = (list_checks(20_000, 0.05, seed) for seed in (1, 1, 2))
     assert first == again != other
     distances = {b - a for a, b in itertools.pairwise(first[5:])}
@@ -58,7 +58,7 @@ def test_each_interval_has_one_check() -> None:
 
 
 def test_a_check_before_the_planned_one_takes_its_place() -> None:
-    """The last step before a checkpoint is checked; the interval has had its check then."""
+    """For example, the last step before a checkpoint is checked, instead of the planned step."""
     plan = CheckPlan(40, 60)
     following = plan.plan_next(30, 0, 0.01, CheckCosts(1.0, 1.0, 2.0))
     assert 60 < following.step <= following.interval_end

@@ -1,5 +1,6 @@
-"""The first step is compared with one worker's: what is wrong ends the run before the update,
-what is right never does.
+"""The first step is compared with one worker's step.
+
+A wrong step ends the run before the update; a correct step never does.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ SHOWN = {
     wrong: shown.kinds for wrong, shown in WRONGS.items() if isinstance(shown, BeforeTheUpdate)
 }
 LATER = {wrong: shown for wrong, shown in WRONGS.items() if isinstance(shown, ByTheUpdate)}
-# of its own statistics one rank alone would leave the others waiting
+# If one rank alone used its own statistics, the other ranks would wait.
 ONE_RANK = {wrong.__name__ for wrong in SHOWN} - {"statistics_of_a_share"}
 CELLS = [
     (wrong, rank, strategy, dtype)
@@ -92,7 +93,7 @@ def test_planted_fault_ends_the_run_before_the_update(
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("wrong", SHOWN)
 def test_verify_names_a_planted_fault(wrong: Callable[[Net], None], tmp_path: Path) -> None:
-    """On rank 1, which does not run the reference."""
+    """If possible, the fault is on rank 1, which does not run the reference step."""
     certificate = pg.verify(
         planted(wrong, 1 if wrong.__name__ in ONE_RANK else None),
         "data(2, reduce=ring)",
@@ -106,8 +107,9 @@ def test_verify_names_a_planted_fault(wrong: Callable[[Net], None], tmp_path: Pa
 def test_update_faults_end_the_run_and_fail_verify(
     wrong: Callable[[Net], None], tmp_path: Path
 ) -> None:
-    """The check ended before the update: such a run was proved, went on, and was another
-    training all the same.
+    """Earlier, the check ended before the update.
+
+    So such a run passed the check, continued, and trained differently from one worker.
     """
     shown = LATER[wrong]
     job = planted(wrong)
@@ -127,8 +129,9 @@ def test_update_faults_end_the_run_and_fail_verify(
 def test_ranks_agree_on_the_update_method(
     wrong: Callable[[Net], None], rank: int, tmp_path: Path
 ) -> None:
-    """The most careful answer is everybody's: what one rank alone gets wrong harms nothing. So
-    the optimizer by itself is no wrong.
+    """All ranks use the most careful answer, so a wrong answer on one rank alone has no effect.
+
+    This shows that the optimizer itself is not the fault.
     """
     assert pg.verify(planted(wrong, rank), LATER[wrong].strategy, runs=tmp_path).same
 
@@ -158,7 +161,7 @@ def test_record_says_what_was_checked(tmp_path: Path) -> None:
 
 
 def late(first: int) -> TensorDataset:
-    """48 samples, of which all count but a few that come late, in the order of seed 5."""
+    """Return 48 samples, in the order of seed 5; two from position `first` on do not count."""
     targets = whole(4, 48, seed=2)
     order = (
         pg.job("digits").replace(batch=6, seed=5).make_order(range(48)).get_indices(0, range(48))
@@ -169,11 +172,13 @@ def late(first: int) -> TensorDataset:
 
 
 def test_rare_ignored_targets_end_the_run(tmp_path: Path) -> None:
-    """A function around cross_entropy with rare -100 was certified the same, and its parameters
-    were 22 % off. Its weight is read off the graph now; where it cannot be, the loss is
-    compared again at steps 2, 4, 8, ...: here they come in step 3.
+    """Rare targets of -100 end the run if the weight of the loss is unknown.
+
+    Earlier, a function around cross_entropy with rare -100 was certified the same, and its
+    parameters were 22 % off. Now its weight is read from the graph. If this is impossible, the loss
+    is compared again at steps 2, 4, 8, ... Here the ignored targets are in step 3.
     """
-    # of sharded parameters no rank can, and the record says so
+    # with sharded parameters no rank can compare again, and the record says so
     for strategy in STRATEGIES[:2]:
         with pytest.raises(pg.RankFailed, match=r"step 3, tensor loss: not one worker's training"):
             pg.train(job("late", mlp, late(18), loss=untraced, batch=6), strategy, runs=tmp_path)
@@ -253,6 +258,6 @@ RIGHT = [
 def test_correct_jobs_pass_the_first_step_check(
     name: str, row: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """Of our own jobs; those of other hands are in tests/zoo/test_zoo_first_step.py."""
+    """The jobs are paragrad's own; tests/zoo/test_zoo_first_step.py has models of other authors."""
     for seed in SEEDS:
         assert_proved(JOBS[name], ROWS[row](2 + seed % 2), seed, dtype, tmp_path)

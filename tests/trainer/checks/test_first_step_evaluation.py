@@ -1,5 +1,6 @@
-"""Before the first step of a model that is cut a test is compared with one worker's: what that
-finds, and leaves alone.
+"""Before the first step of a divided model, a test is compared with one worker's test.
+
+These tests show what the comparison finds, and what it leaves unchanged.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def normed() -> nn.Module:
 def test_evaluation_of_a_divided_model_is_compared(
     pool: Launcher, tmp_path: Path, row: str
 ) -> None:
-    """Where it is not, each rank tests a whole model, as serial does."""
+    """If each rank has the whole model, it tests the model as serial does, without a comparison."""
     for test in (IMAGES, None):
         found = trained(
             pool, tmp_path / str(test is None), row, job("tested", normed, IMAGES, test=test)
@@ -80,7 +81,7 @@ def test_evaluation_of_a_divided_model_is_compared(
 
 
 class Peeking(ByState):
-    """Reads its parameters so in a test alone."""
+    """A model that reads its parameters through `state_dict` in eval mode only."""
 
     def __init__(self, constant: bool) -> None:
         super().__init__(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 1))
@@ -90,7 +91,7 @@ class Peeking(ByState):
         if self.training:
             return nn.Sequential.forward(self, x)  # type: ignore[no-any-return]
         out = super().forward(x)
-        return out @ torch.ones(1, 1) if self.constant else out  # which is in float32
+        return out @ torch.ones(1, 1) if self.constant else out  # torch.ones is in float32
 
 
 def slope(output: Tensor, target: Tensor) -> Tensor:
@@ -108,9 +109,10 @@ def slope(output: Tensor, target: Tensor) -> Tensor:
 def test_different_evaluation_is_reported(
     pool: Launcher, tmp_path: Path, row: str, constant: bool
 ) -> None:
-    """Steps were compared with one worker's, tests never: theirs said another number, without a
-    word. One that cannot run in float64 has nothing there to be compared with, and is judged by
-    twins.
+    """A test that differs from one worker's test ends the run.
+
+    Earlier, only steps were compared, so a test could give another number without a message. If a
+    test cannot run in float64, there is no precise reference, and rounding baselines decide.
     """
     made = job("peeking", lambda: Peeking(constant), VECTORS, test=VECTORS, loss=slope)
     with pytest.raises(
@@ -121,7 +123,7 @@ def test_different_evaluation_is_reported(
 
 
 class Moving(nn.Module):
-    """A loss that keeps in a buffer what it has seen, as those of self-distillation do."""
+    """A loss that keeps state in a buffer (its calls), as losses of self-distillation do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +135,7 @@ class Moving(nn.Module):
 
 
 class Clamping(nn.Sequential):
-    """Changes parameters in a test."""
+    """A model whose forward changes a parameter in eval mode."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
@@ -152,7 +154,7 @@ def test_comparison_leaves_parameters_unchanged(pool: Launcher, tmp_path: Path, 
 
 
 class Coarse(nn.Sequential):
-    """Computes in less in a test."""
+    """A float64 model whose linear layers compute in float32 in eval mode."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
@@ -171,8 +173,10 @@ def entropy(output: Tensor, target: Tensor) -> tuple[float, int]:
 
 
 def test_rounding_bound_of_an_evaluation(pool: Launcher, tmp_path: Path) -> None:
-    """By a metric: a loss in less than float64 the door holds to add up as if it were none, and
-    some processors round a part of a batch otherwise than the whole.
+    """An evaluation in float32 may differ by the rounding of float32.
+
+    The test uses a metric, not the loss. Validation requires that the loss of a float64 job adds up
+    as in float64. Some processors round a part of a batch differently from the whole batch.
     """
     made = job(
         "coarse",
@@ -187,19 +191,19 @@ def test_rounding_bound_of_an_evaluation(pool: Launcher, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("row", ["tensor(2)", pytest.param("place(2)", marks=pytest.mark.table)])
 def test_comparison_leaves_no_state_in_the_loss(pool: Launcher, tmp_path: Path, row: str) -> None:
-    """What a loss kept had seen a test that serial does not make."""
+    """Earlier, the state of the loss included the compared test, which serial does not run."""
     made = job("moving", small, VECTORS, test=VECTORS, loss=Moving(), dtype=torch.float64)
     serial, ours = (trained(pool, tmp_path / each, each, made) for each in ("serial", row))
     assert ours.losses == pytest.approx(serial.losses, rel=1e-10)
 
 
 class Undoubted(nn.Sequential):
-    """In a rank whatever is asked for a step in float64 fails: it is not to be asked for."""
+    """A model for which, in a rank, a step in float64 fails: the check must not request one."""
 
     def __init__(self) -> None:
         super().__init__(*small())
         if dist.is_initialized():
-            # for as long as that process is there
+            # the patch remains until the process ends
             mock.patch.object(step_checker, "refuse_float64_copies", doubtful).start()
 
 
@@ -213,11 +217,13 @@ def doubtful(world: World, module: Any) -> None:
 
 
 def test_evaluation_is_compared_without_autocast(tmp_path: Path) -> None:
-    """Passes of parts cast by themselves: a test in bfloat16 was compared with one in float32,
-    and made in float64 again.
+    """A test in bfloat16 is compared with one in bfloat16.
+
+    Earlier, it was compared with a test in float32, and then repeated in float64. The reason was
+    that the passes of a divided model apply autocast themselves.
     """
     made = job("cast", Undoubted, VECTORS, test=VECTORS, dtype=torch.bfloat16)
-    # in ranks of its own: those of the pool would stay so
+    # in new ranks, because the patch would remain in the ranks of the pool
     assert COMPARED in (pg.train(made, "place(2)", runs=tmp_path).first_step or "")
 
 
@@ -237,8 +243,10 @@ def noisy(output: Tensor, target: Tensor) -> Tensor:
 def test_random_evaluation_is_not_compared(
     pool: Launcher, tmp_path: Path, row: str, model: Callable[[], nn.Module], loss: Any
 ) -> None:
-    """In a test a part's draws are numbered as in training, where dropout draws too; and a loss
-    draws as it likes.
+    """A test with random draws is not compared.
+
+    In a test, the draws of a part of the model are numbered as in training, where dropout draws
+    too. The loss may draw in any way.
     """
     found = trained(
         pool, tmp_path / "run", row, job("drawing", model, VECTORS, test=VECTORS, loss=loss)
@@ -253,7 +261,7 @@ def of_training(output: Any, target: Tensor) -> Tensor:
 
 
 class Other(nn.Sequential):
-    """Has another output in a test."""
+    """A model that returns a tensor instead of a dict in eval mode."""
 
     def forward(self, x: Tensor) -> Any:
         out = super().forward(x)
@@ -274,7 +282,7 @@ def test_loss_that_rejects_eval_mode_output(pool: Launcher, tmp_path: Path) -> N
 
 
 def dropping(world: World, row: str) -> list[float]:
-    """A loop of one's own that leaves out a sample of each batch, which no rank loaded so."""
+    """Run a user's loop that drops the first sample of each batch; no rank loaded such a batch."""
     torch.manual_seed(3)
     model = mlp().double()
     with (

@@ -1,6 +1,7 @@
-"""Where one rank has no room for the whole batch, the first step is proved with fewer samples;
-where not even for one a share, the record says that it was not checked. And buffers that are no
-real numbers.
+"""The first-step check if one rank has no memory for the whole batch.
+
+The step is then checked with fewer samples. If there is no memory for one sample per share, the
+record says that the step was not checked. Another test has buffers that are no real numbers.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ pytestmark = pytest.mark.processes
 
 
 def cramped(model: nn.Module, samples: int) -> nn.Module:
-    """In ranks: as if there were room for about so many samples beside two models, on each of
-    ranks 0 and 1.
+    """Return the model; in ranks, pretend that there is memory for only so many samples.
+
+    This is the memory beside two models, on each of ranks 0 and 1.
     """
     if dist.is_initialized():
 
@@ -78,7 +80,7 @@ def test_unchecked_first_step_is_recorded(tmp_path: Path) -> None:
 
 
 class Toggling(nn.Module):
-    """A flag and a counter, which are buffers."""
+    """A model whose buffers are a flag and a counter."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,6 @@
-"""What was trained wrongly in silence although the first step was proved, or by proving it: a
-story each.
+"""Errors that the first-step check once missed or caused, without a message.
+
+Each test tells the story of one such bug.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ FLOOR = step_result.EQUAL_EPS
 
 
 class Keeping(nn.Module):
-    """Keeps something in Python, which it reads."""
+    """A model that keeps a value in a Python attribute; it does not read "the last input"."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -57,7 +58,7 @@ class Keeping(nn.Module):
             x, self.mean = x - self.mean, 0.9 * self.mean + 0.1 * x.detach().mean(0)
         elif self.what == "a generator":
             scale += 0.1 * self._draws.random()
-        else:  # it does not read
+        else:  # the last input, which it does not read
             self.last = x.detach()
         return self.out(x) * scale
 
@@ -78,8 +79,10 @@ class Keeping(nn.Module):
 def test_python_state_of_a_forward_is_compared(
     what: str, strategy: str, right: bool, tmp_path: Path
 ) -> None:
-    """It was said to be "not checked", and trained on: a running mean was 3 % off, a counter of
-    forwards with micro=3 110 %.
+    """Earlier, Python state was only reported as "not checked", and the training continued.
+
+    A running mean was then 3 % off, and a counter of forwards with micro=3 was 110 % off. Now the
+    state is compared.
     """
     keeping = job("keeping", lambda: Keeping(what), VECTORS)
     if not right:
@@ -95,7 +98,7 @@ def test_python_state_of_a_forward_is_compared(
 
 
 class Teacher(nn.Module):
-    """A teacher that follows its student, in the forward: BYOL, mean teacher."""
+    """A model whose forward moves a teacher network towards its student: BYOL, mean teacher."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,8 +120,10 @@ def towards(outputs: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
 
 
 def test_parameters_changed_by_a_forward_are_restored(tmp_path: Path) -> None:
-    """Looks moved a teacher: after two epochs it was 4 % off, where the record said that the
-    first step was one worker's.
+    """Parameters that a forward changes are restored after each inspection of the model.
+
+    Earlier, the inspections moved the teacher. After two epochs it was 4 % off, although the record
+    said that the first step was one worker's.
     """
     taught = job("taught", Teacher, VECTORS, loss=towards, dtype=torch.float64)
     serial, ring = (
@@ -135,14 +140,17 @@ def test_parameters_changed_by_a_forward_are_restored(tmp_path: Path) -> None:
 
 
 class Halved(nn.Module):
-    """A hook divides the gradient of a hidden tensor by its norm: a share's by a share's."""
+    """A model with a hook that divides the gradient of a hidden tensor by its norm.
+
+    On a share, it divides the gradient of the share by the norm of the share.
+    """
 
     def __init__(self, width: int, hooked: bool) -> None:
         super().__init__()
         self.hidden = nn.Linear(10, width)
         self.out = nn.Linear(width, 4)
         self.hooked = hooked
-        # in ranks: as if rounding had made the step doubtful
+        # in ranks: treat every step as doubtful, as rounding may make it
         if dist.is_initialized():
             mock.patch.object(step_result, "EQUAL_EPS", 1).start()
             mock.patch.object(step_result, "BASELINE_EPS", 0).start()
@@ -167,8 +175,10 @@ class Halved(nn.Module):
 def test_repeated_check_of_large_parameters_is_clean(
     strategy: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """Gradients of 64 KB and more went into the mean while one worker's step was made again, in
-    doubt: a right training was another one (losses 2.31 for 2.25), and a wrong one passed.
+    """The repetition of a doubtful step does not change the mean of the gradients.
+
+    Earlier, gradients of 64 KB and more went into the mean while one worker's step was repeated. So
+    a correct training became another one (losses 2.31 instead of 2.25), and a wrong one passed.
     """
     with pytest.raises(pg.RankFailed, match="the gradient is off"):
         pg.train(
@@ -182,11 +192,11 @@ def test_repeated_check_of_large_parameters_is_clean(
 
 
 class InPlace(Halved):
-    """Doubles its inputs where they are."""
+    """A model that doubles its inputs in place."""
 
     def __init__(self) -> None:
         super().__init__(256, False)
-        # in ranks: as if nothing but the step in float64 could tell
+        # in ranks: let the step in float64 alone decide
         if dist.is_initialized():
             judged = StepCheck._judge_doubtful
 
@@ -207,15 +217,17 @@ class InPlace(Halved):
 
 @pytest.mark.parametrize("strategy", ["data(2, reduce=ring)", "place(2)"])
 def test_repeated_check_restores_changed_inputs(strategy: str, tmp_path: Path) -> None:
-    """The step that was made again had the inputs as the first one left them, and one worker's
-    beside it had not.
+    """A repeated step gets the original inputs.
+
+    Earlier, the repeated step got the inputs as the first step had changed them. One worker's step,
+    with which it was compared, got the original ones.
     """
     run = pg.train(job("in place", InPlace, VECTORS, dtype=torch.float32), strategy, runs=tmp_path)
     assert "are one worker's" in (run.first_step or "")
 
 
 class Clipping(torch.autograd.Function):
-    """Clips a gradient, as many a quantiser does."""
+    """An identity whose backward clips the gradient, as many quantizers do."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -237,8 +249,10 @@ class Clipped(nn.Module):
 
 
 def test_nonlinear_gradient_hooks_act_as_in_plain_torch(tmp_path: Path) -> None:
-    """Backward ran on the sum of losses, so a gradient was clipped at a twelfth: 8 % off plain
-    torch, also by serial.
+    """Backward runs on the mean, so a hook that clips acts as in plain PyTorch.
+
+    Earlier, backward ran on the sum of the losses. So a gradient was clipped at a twelfth of the
+    limit, and the training was 8 % off plain torch, also under serial.
     """
     clipped = job("clipped", Clipped, VECTORS, dtype=torch.float64, epochs=1)
     run = pg.train(clipped, runs=tmp_path)
@@ -256,7 +270,7 @@ def test_nonlinear_gradient_hooks_act_as_in_plain_torch(tmp_path: Path) -> None:
 
 
 class Outside(nn.Module):
-    """Counts its calls in a global."""
+    """A model that counts its calls in a class attribute."""
 
     calls = itertools.count()
 
@@ -271,8 +285,9 @@ class Outside(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_state_outside_of_the_model_hides_no_error(dtype: torch.dtype, tmp_path: Path) -> None:
-    """One worker's step was another one each time: what rounding explains was taken from that,
-    and a loss 15 % off passed.
+    """State outside of the model makes one worker's step another one each time.
+
+    Earlier, the check took that difference for rounding, so a loss that was 15 % off passed.
     """
     with pytest.raises(
         pg.RankFailed,
@@ -282,7 +297,7 @@ def test_state_outside_of_the_model_hides_no_error(dtype: torch.dtype, tmp_path:
 
 
 def test_sample_mixing_is_not_reported_without_a_split() -> None:
-    """place(2) gives the whole batch to every part."""
+    """place(2) gives the whole batch to every part of the model, so mixed samples are no cause."""
 
     def cause(strategy: str) -> str:
         training: Any = SimpleNamespace(
@@ -306,7 +321,7 @@ def test_sample_mixing_is_not_reported_without_a_split() -> None:
 
 
 def cuts(world: World) -> int:
-    """How often a rank looks for a cut while a doubtful step is made again."""
+    """Count how often a rank partitions the model while a doubtful step is repeated."""
     halved = job("halved", lambda: Halved(64, True), VECTORS)
     trainer = Trainer.build_for_job(world, halved, resolved("place(2)"))
     with (
@@ -321,15 +336,17 @@ def cuts(world: World) -> int:
 
 
 def test_repeated_step_uses_the_same_partition() -> None:
-    """It was cut anew, by other measured times: what was wrong at one cut was found right at
-    another.
+    """A repeated step uses the same cut of the model.
+
+    Earlier, the model was cut again, by newly measured times. So a fault at one cut was not seen at
+    another cut.
     """
     with Launcher(2) as ranks:
         assert ranks.run(cuts) == [1, 0]
 
 
 class Doubling(nn.Module):
-    """Changes what it is given."""
+    """A model that doubles its inputs in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -341,8 +358,9 @@ class Doubling(nn.Module):
 
 
 def test_trial_step_leaves_inputs_unchanged(tmp_path: Path) -> None:
-    """Under autocast the first step is rehearsed, and was then made on inputs that had been
-    changed twice.
+    """Under autocast, a trial step runs before the first step.
+
+    Earlier, the trial changed the inputs, so the first step ran on inputs that were changed twice.
     """
     doubling = job("doubling", Doubling, VECTORS, dtype=torch.bfloat16, epochs=1)
     losses = [
@@ -353,7 +371,7 @@ def test_trial_step_leaves_inputs_unchanged(tmp_path: Path) -> None:
 
 
 class Gated(nn.Module):
-    """A branch behind a gate that begins at zero."""
+    """A model with a branch that is multiplied by a gate; the gate begins at zero."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -368,7 +386,9 @@ class Gated(nn.Module):
 
 
 def test_zero_gradients_are_named(tmp_path: Path) -> None:
-    """Two zeros are equal, whatever becomes of them later, and a cut model's loss is not
+    """The record names gradients that are zero.
+
+    Two zeros are equal even if the gradient is wrong later, and the loss of a cut model is not
     compared again.
     """
     run = pg.train(job("gated", Gated, VECTORS), "place(2)", runs=tmp_path)
@@ -379,7 +399,7 @@ def test_zero_gradients_are_named(tmp_path: Path) -> None:
 
 
 def clamped(output: Tensor, target: Tensor) -> Tensor:
-    """The masked mean that everybody writes; no label counts where the target is 0."""
+    """A common way to write a masked mean; a sample whose target is 0 does not count."""
     mask = (target > 0).to(output.dtype)
     return (
         functional.cross_entropy(output, target, reduction="none") * mask
@@ -402,14 +422,16 @@ def guarded(output: Tensor, target: Tensor) -> Tensor:
 def test_shares_without_a_label_equal_serial(
     loss: Callable[[Tensor, Tensor], Tensor], strategy: str, tmp_path: Path
 ) -> None:
-    """A share without a label divides by 1, or returns 0, and counts for nothing: one worker's
-    weight says so. Such trainings were 15 to 57 % off, or ended.
+    """A share without a label counts for nothing.
+
+    Its loss divides by 1, or returns 0. The weight of one worker's step shows that the share does
+    not count. Earlier, such trainings were 15 to 57 % off, or failed.
     """
     targets = whole(4, 48, seed=2).where(numbers(48, seed=9) > 1.0, 0)
     order = (
         pg.job("digits").replace(batch=6, seed=5).make_order(range(48)).get_indices(0, range(48))
     )
-    targets[order[:6]] = torch.arange(6) % 3 + 1  # step 0 shows nothing of it
+    targets[order[:6]] = torch.arange(6) % 3 + 1  # in step 0 every sample has a label
     rare = job(
         "rare",
         mlp,

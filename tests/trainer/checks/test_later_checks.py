@@ -1,4 +1,4 @@
-"""Checks go on for the whole run: faults that begin after the first step end it by name."""
+"""Steps are checked during the whole run: a fault that begins later ends it with a message."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def rank() -> int:
 
 # ---- models and optimizers of users whose training changes later -------------------------------
 class Embedded(nn.Module):
-    """Divides the gradient of a token by how often it is in the batch."""
+    """A model that divides the gradient of a token by how often the token is in the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Embedded(nn.Module):
 
 
 def make_tokens() -> TensorDataset:
-    """The first batch of 12, in the order of seed 5, repeats no token; all others do."""
+    """Return tokens; only the first batch of 12, in the order of seed 5, repeats no token."""
     tokens = whole(9, 48, 3, seed=1)
     order = (
         pg.job("digits").replace(batch=12, seed=5).make_order(range(48)).get_indices(0, range(12))
@@ -65,7 +65,10 @@ def make_tokens() -> TensorDataset:
 
 
 class Balanced(nn.Module):
-    """A bias of experts moves by the sign of the batch's load, as in DeepSeek-V3 (2412.19437)."""
+    """A model whose bias of experts moves by the sign of the load of the batch.
+
+    DeepSeek-V3 (2412.19437) does so.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +90,10 @@ class Balanced(nn.Module):
 
 
 class Overflowing(nn.Module):
-    """Experts take the first samples of a batch, up to a capacity that shrinks after 6 batches."""
+    """A model whose experts take the first samples of a batch, up to a capacity.
+
+    The capacity shrinks from the sixth call on.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,14 +142,20 @@ LATE_MODELS: dict[str, pg.Job] = {
 def test_models_that_depend_on_the_batch_later_are_named(
     name: str, strategy: str, tmp_path: Path
 ) -> None:
-    """After step 0 only the loss was compared: these trained another training in silence."""
+    """Earlier, only the loss was compared after step 0.
+
+    So these models trained differently from one worker, without a message.
+    """
     with pytest.raises(pg.RankFailed, match=r"not one worker's training|not equal bit for bit"):
         pg.train(LATE_MODELS[name], strategy, runs=tmp_path)
 
 
 # ---- faults of an exchange, from a step on -----------------------------------------------------
 def plant(change: Callable[[Exchange], None], method: str, first: int, alone: int | None) -> None:
-    """Let every exchange of this process, or of one rank, do something more from a step on."""
+    """Change every exchange of this process, or of rank `alone`, after some steps.
+
+    After its first `first` steps, the exchange also calls `change`.
+    """
     depth = 0
     for kind in list_classes(Exchange):
         original = vars(kind).get(method)
@@ -200,7 +212,7 @@ def build_faulty(
 def test_updates_that_go_wrong_later_are_named(
     change: Callable[[Exchange], None], strategy: str, tmp_path: Path
 ) -> None:
-    """Nothing was compared after the gradients of step 0."""
+    """Earlier, nothing was compared after the gradients of step 0."""
     job = make_job("faulty", build_faulty(change, "update", 25, None), LONG)
     with pytest.raises(
         pg.RankFailed, match=r"update differs|bit for bit|hold copies of it"
@@ -287,7 +299,7 @@ def test_optimizer_copies_that_cannot_be_made_are_named(tmp_path: Path) -> None:
 
 
 def test_verify_compares_late_steps(tmp_path: Path) -> None:
-    """A fault that begins at step 25 was certified: the twenty steps were the first ones."""
+    """Earlier, verify compared the first twenty steps only, and a fault from step 25 on passed."""
     job = make_job("faulty", build_faulty(scale_update, "update", 25, None), LONG)
     certificate = pg.verify(job, "data(2, reduce=ring)", runs=tmp_path)
     assert not certificate.same
@@ -314,7 +326,7 @@ def test_verify_of_late_steps_goes_on_from_the_state(strategy: str, tmp_path: Pa
 
 # ---- what rank 0 needs of other ranks, to make one worker's step ---------------------------------
 class Counting(nn.Module):
-    """Reads in Python how often it was called."""
+    """A model that counts its calls in Python; its output depends on the count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -327,7 +339,7 @@ class Counting(nn.Module):
 
 
 class Unfreezing(nn.Sequential):
-    """Trains its first layer from the tenth call on."""
+    """A model that trains its first layer from the tenth call on."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 4))
@@ -366,7 +378,10 @@ class Moving(nn.Module):
 def test_state_of_other_ranks_is_no_difference(
     model: Any, loss: Any, strategy: str, tmp_path: Path
 ) -> None:
-    """Rank 0 compared with a model as it was at the beginning: four right runs ended by name."""
+    """The reference step uses the state of the model and the loss on other ranks.
+
+    Earlier, rank 0 compared with the model as it was at the beginning, so four correct runs failed.
+    """
     build = build_plain if model is nn.Sequential else model
     job = make_job("keeping", build, LONG, loss=loss)
     run = pg.train(job, strategy, runs=tmp_path, check="100%")
@@ -375,7 +390,7 @@ def test_state_of_other_ranks_is_no_difference(
 
 @pytest.mark.parametrize("strategy", ["place(2)", "pipeline(2, micro=1)"])
 def test_the_loss_of_another_rank_is_no_difference(strategy: str, tmp_path: Path) -> None:
-    """The last rank has the loss, with what it keeps."""
+    """The last rank has the loss, and the state that the loss keeps."""
     job = make_job("moving", build_plain, LONG, loss=Moving())
     assert pg.train(job, strategy, runs=tmp_path).compared_steps > 5
 
@@ -385,7 +400,7 @@ def build_plain() -> nn.Module:
 
 
 class Dropping(nn.Module):
-    """Leaves out layers by chance."""
+    """A model that leaves out layers at random."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -402,7 +417,7 @@ class Dropping(nn.Module):
 
 
 def test_a_cut_model_that_leaves_out_layers_is_refused_in_words(tmp_path: Path) -> None:
-    """The lengths of two lists were unequal: a ValueError."""
+    """Earlier, there was only a ValueError: the lengths of two lists were unequal."""
     with pytest.raises((pg.Refused, pg.RankFailed), match=r"runs other operations|another path"):
         pg.train(make_job("dropping", Dropping, LONG), "pipeline(2)", runs=tmp_path)
 
@@ -423,7 +438,7 @@ class Weighing(nn.Module):
 
 
 def train_weighed(world: World, strategy: str) -> tuple[list[float], float, bool]:
-    """(losses, weight in the loss, whether the loss still has its own list)"""
+    """Return (losses, weight in the loss, whether the loss still has its own list)."""
     torch.manual_seed(3)
     model = build_plain().double()
     loss = Weighing()
@@ -439,8 +454,10 @@ def train_weighed(world: World, strategy: str) -> tuple[list[float], float, bool
 
 @pytest.mark.parametrize("strategy", ["tensor(2)", "data(2, reduce=ring)"])
 def test_a_loss_that_changes_stays_its_own(pool: Launcher, strategy: str) -> None:
-    """A check gave rank 0 copies of what its loss held, and compared with a loss that was one step
-    ahead.
+    """A check leaves the objects of the loss in place.
+
+    Earlier, it gave rank 0 copies of the objects that the loss holds. It also compared with a loss
+    that was one step ahead.
     """
     losses, weight, _ = train_weighed(World(), "serial")
     for ours, ours_weight, is_same in pool.run(train_weighed, strategy, size=2):
@@ -449,14 +466,14 @@ def test_a_loss_that_changes_stays_its_own(pool: Launcher, strategy: str) -> Non
 
 
 class InPlace(nn.Sequential):
-    """Changes its input in place."""
+    """A model that changes its input in place."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.sub_(0.5))  # type: ignore[no-any-return]
 
 
 def train_other_batches(world: World, strategy: str) -> float:
-    """Give `step` other samples than `batches` gave."""
+    """Train with changed inputs: `step` does not get the values that `batches` returned."""
     torch.manual_seed(3)
     model = InPlace(nn.Linear(10, 300), nn.Tanh(), nn.Linear(300, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""The update of a step against one worker's: what differs is found, and what is right is not."""
+"""The update check finds updates that differ from one worker's, and accepts correct ones."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make_start(dtype: torch.dtype) -> Tensor:
 
 
 def make_check(dtype: torch.dtype) -> UpdateCheck:
-    """One worker's SGD step of 0.1 on random numbers."""
+    """Return the check of one worker's SGD step on random numbers, with a learning rate of 0.1."""
     before = make_start(dtype)
     generator = torch.Generator().manual_seed(1)
     gradient = torch.randn(40, generator=generator).to(dtype)
@@ -47,7 +47,7 @@ def make_check(dtype: torch.dtype) -> UpdateCheck:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("factor", [0.0, -1.0, 0.5, 10.0])
 def test_other_updates_are_found_in_every_type(dtype: torch.dtype, factor: float) -> None:
-    """In bfloat16 32 times the change was allowed: no update at all was one worker's."""
+    """Earlier, 32 times the change was allowed in bfloat16, so a missing update passed as equal."""
     check = make_check(dtype)
     before, after = make_start(dtype), check.parameters["w"]
     gap = check.find_gap({"w": before + factor * (after - before)}, check.state)
@@ -97,7 +97,7 @@ def test_a_copied_optimizer_steps_as_the_original() -> None:
 
 
 class Norming(torch.optim.SGD):
-    """Looks at all gradients together, and keeps their norm: it steps on one rank alone."""
+    """An optimizer that keeps the norm of all gradients together; it steps on one rank alone."""
 
     last_norm: Any = None
 
@@ -111,7 +111,10 @@ class Norming(torch.optim.SGD):
 
 
 def test_ranks_agree_on_an_update_that_is_not_compared(tmp_path: Path) -> None:
-    """Only rank 0 had a reason, and left the others alone in a collective."""
+    """All ranks know that the update is not compared.
+
+    Earlier, only rank 0 had the reason. It left a collective in which the other ranks waited.
+    """
     job = make_job(
         "norming", mlp, VECTORS, optimizer=lambda parameters: Norming(parameters, lr=0.1)
     )
@@ -124,7 +127,7 @@ def test_ranks_agree_on_an_update_that_is_not_compared(tmp_path: Path) -> None:
 
 
 def test_no_check_trains_the_same_bits(tmp_path: Path) -> None:
-    """A share of 0 also switched off what is no comparison."""
+    """Earlier, a share of 0 also switched off operations that are no comparison."""
     job = make_job("mlp", mlp, VECTORS, optimizer=momentum)
     weights: list[dict[str, Tensor]] = []
     for share in (0, "1%"):
@@ -133,9 +136,9 @@ def test_no_check_trains_the_same_bits(tmp_path: Path) -> None:
     assert all(torch.equal(each, weights[1][name]) for name, each in weights[0].items())
 
 
-# ---- loops of one's own -------------------------------------------------------------------------
+# ---- loops of users -----------------------------------------------------------------------------
 class Scaled(nn.Module):
-    """Keeps numbers in a tuple, which the loop changes between steps."""
+    """A model with factors in a tuple, which the loop changes between steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +151,7 @@ class Scaled(nn.Module):
 
 
 def train_changed(world: World, strategy: str, change: str) -> int:
-    """The steps that a loop makes, which changes model or optimizer after two of them."""
+    """Run a loop that changes model or optimizer after two steps; return the number of steps."""
     torch.manual_seed(1)
     model = Scaled()
     optimizer = torch.optim.SGD(model.first.parameters(), lr=0.1, momentum=0.9)
@@ -177,5 +180,5 @@ def train_changed(world: World, strategy: str, change: str) -> int:
     ],
 )
 def test_right_loops_are_not_refused(pool: Launcher, strategy: str, change: str) -> None:
-    """The reference had the tuple, and the groups, of the first step."""
+    """Earlier, the reference step used the tuple and the parameter groups of the first step."""
     assert pool.run(train_changed, strategy, change, size=2) == [8, 8]
