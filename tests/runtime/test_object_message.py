@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paragrad.runtime.object_message import decode_object, encode_object
+from paragrad.runtime.object_message import (
+    HEAD_BYTES,
+    SHORT_BYTES,
+    decode_object,
+    encode_object,
+    make_head,
+    read_head,
+)
 
 pytestmark = pytest.mark.pure
 
@@ -53,3 +60,17 @@ def test_parameters_and_modules_keep_their_class() -> None:
     assert isinstance(received[0], nn.Parameter)
     assert isinstance(received[1], nn.Linear)
     assert received[2] == "text"
+
+
+@pytest.mark.parametrize("length", [0, 1, SHORT_BYTES - 1, SHORT_BYTES, SHORT_BYTES + 1, 10_000])
+def test_a_short_object_travels_in_the_first_message(length: int) -> None:
+    """Earlier, every flag and every reason took two messages: its length, then its bytes."""
+    data = torch.arange(length).to(torch.uint8)
+    head = make_head(data)
+    found_length, found = read_head(head)
+    assert (head.numel(), found_length) == (HEAD_BYTES, length)
+    if length <= SHORT_BYTES:
+        assert found is not None
+        assert torch.equal(found, data)
+    else:
+        assert found is None

@@ -67,9 +67,10 @@ def collectives(world: World, mine: int, members: Sequence[int]) -> None:
         "rank": members[0],
         "long": "x" * members[0],
     }
-    assert world.gather_objects("x" * mine) == (
-        ["x" * member for member in members] if world.rank == 0 else []
-    )
+    for length in (0, 230, 1000):  # in one message, about its limit, and in two
+        texts = ["x" * (length + member) for member in members]
+        assert world.broadcast_object("x" * (length + mine)) == texts[0]
+        assert world.gather_objects("x" * (length + mine)) == (texts if world.rank == 0 else [])
     world.barrier()
     world.check_collectives()
     played = numbers(mine)

@@ -14,6 +14,10 @@ import numpy
 import torch
 from torch import Tensor
 
+LENGTH_BYTES = 8
+SHORT_BYTES = 248  # a flag, a reason or a few numbers travel in one message
+HEAD_BYTES = LENGTH_BYTES + SHORT_BYTES
+
 
 class _TensorPickler(pickle.Pickler):
     """A pickler that writes plain tensors of the host as arrays of bytes."""
@@ -59,3 +63,35 @@ def decode_object(data: Tensor) -> Any:
         data: The bytes.
     """
     return pickle.loads(data.cpu().numpy().data)
+
+
+def make_head(data: Tensor) -> Tensor:
+    """Make the first message of an object: its length, and the object itself if it is short.
+
+    Args:
+        data: The bytes of the object, on the CPU.
+
+    Returns:
+        `HEAD_BYTES` bytes.
+    """
+    head = torch.zeros(HEAD_BYTES, dtype=torch.uint8)
+    head[:LENGTH_BYTES] = torch.tensor([data.numel()]).view(torch.uint8)
+    if data.numel() <= SHORT_BYTES:
+        head[LENGTH_BYTES : LENGTH_BYTES + data.numel()] = data
+    return head
+
+
+def read_head(head: Tensor) -> tuple[int, Tensor | None]:
+    """Read what `make_head` made.
+
+    Args:
+        head: The first message of an object.
+
+    Returns:
+        (length, data): the number of bytes of the object; its bytes, or None if they follow in a
+        second message.
+    """
+    head = head.cpu()
+    length = int(head[:LENGTH_BYTES].view(torch.int64))
+    is_short = length <= SHORT_BYTES
+    return length, head[LENGTH_BYTES : LENGTH_BYTES + length] if is_short else None

@@ -17,7 +17,12 @@ from torch import Tensor
 
 from paragrad.errors import StepFailed
 from paragrad.runtime.mesh import Axis, build_grid, check_disjoint, group_ranks_by_axes, locate_rank
-from paragrad.runtime.object_message import decode_object, encode_object
+from paragrad.runtime.object_message import (
+    decode_object,
+    encode_object,
+    make_head,
+    read_head,
+)
 from paragrad.runtime.stop_signals import StopRequest
 
 CPU = torch.device("cpu")
@@ -231,11 +236,13 @@ class World:
         """
         if self.size == 1:
             return value
-        data = encode_object(value) if self.rank == 0 else torch.zeros(0, dtype=torch.uint8)
-        length = torch.tensor([data.numel()])
-        self.copy_from_first(length)
-        data = data if self.rank == 0 else torch.zeros(int(length), dtype=torch.uint8)
-        self.copy_from_first(data)
+        sent = encode_object(value) if self.rank == 0 else torch.zeros(0, dtype=torch.uint8)
+        head = make_head(sent)
+        self.copy_from_first(head)
+        length, data = read_head(head)
+        if data is None:
+            data = sent if self.rank == 0 else torch.zeros(length, dtype=torch.uint8)
+            self.copy_from_first(data)
         return value if self.rank == 0 else decode_object(data)
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -250,16 +257,18 @@ class World:
         """
         if self.size == 1:
             return [value]
-        data = torch.zeros(0, dtype=torch.uint8) if self.rank == 0 else encode_object(value)
-        lengths = [int(each) for each in self.all_gather(torch.tensor([data.numel()]))]
+        sent = torch.zeros(0, dtype=torch.uint8) if self.rank == 0 else encode_object(value)
+        heads = [read_head(each) for each in self.all_gather(make_head(sent))]
         if self.rank:
-            self.start_transfers({0: data}, {})()
+            if heads[self.rank][1] is None:
+                self.start_transfers({0: sent}, {})()
             return []
         values = [value]
         # one after the other, so that there is memory for one message
-        for rank in range(1, self.size):
-            data = torch.empty(lengths[rank], dtype=torch.uint8)
-            self.start_transfers({}, {rank: data})()
+        for rank, (length, data) in enumerate(heads[1:], 1):
+            if data is None:
+                data = torch.empty(length, dtype=torch.uint8)
+                self.start_transfers({}, {rank: data})()
             values.append(decode_object(data))
         return values
 

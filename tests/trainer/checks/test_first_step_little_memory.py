@@ -70,6 +70,7 @@ def test_unchecked_first_step_is_recorded(tmp_path: Path) -> None:
     def full(model: nn.Module) -> nn.Module:
         if dist.is_initialized():
             mock.patch.object(reference_step, "read_available_memory", return_value=0).start()
+            mock.patch.object(reference_step, "SMALL_BYTES", 0).start()
         return model
 
     run = pg.train(job("full", lambda: full(mlp()), VECTORS), "data(2)", runs=tmp_path)

@@ -47,7 +47,7 @@ from paragrad.trainer.checks.step_check import (
     run_reference_step,
 )
 from paragrad.trainer.checks.step_result import StepOutcome
-from paragrad.trainer.checks.whole_module import WholeModule
+from paragrad.trainer.checks.whole_module import SMALL_BYTES, WholeModule
 from paragrad.trainer.evaluation import choose_evaluation_batch, score_batches, share_output_sums
 from paragrad.trainer.training import Training
 
@@ -307,7 +307,10 @@ def make_reference_step(
                 [],
             )
             outcome = reference.make_step(list if world.rank == 0 else SAMPLE_ORDERINGS[0])
-            reference.saved_states.append(ModuleSnapshot(whole.module, outcome.changed_parameters))
+            if whole.is_everywhere:  # The strategy's own step changes it before a variant.
+                reference.saved_states.append(
+                    ModuleSnapshot(whole.module, outcome.changed_parameters)
+                )
             serial, baseline = (outcome, None) if world.rank == 0 else (None, outcome)
             if first_rank_only and world.size > 1:
                 return_freed_memory()
@@ -537,17 +540,13 @@ def _estimate_sample_capacity(training: Training, batch: Batch) -> tuple[int, st
         (samples, explanation).
     """
     samples = len(batch.sample_indices)
-    bytes_left = read_available_memory()
     setup = training.setup
     is_partitioned = has_model_shards(setup.strategy) or bool(setup.explain_no_whole_model())
     first_rank_only = compares_on_first_rank(training)
-    if bytes_left is None or training.world.rank > (0 if first_rank_only else 1):
+    if training.world.rank > (0 if first_rank_only else 1):
         return samples, ""
     # Every rank shards a copy, and gathers what is compared.
     is_sharded = setup.strategy.shards_parameters
-    bytes_left //= (
-        1 if first_rank_only else training.world.size if is_sharded else min(2, training.world.size)
-    )
     per_sample = max(1, setup.probe.activation_bytes if setup.probe else 0)
     # If the model is partitioned, there are six: a copy to restore, the gradients of the step,
     # of the baseline and of all parts together, the parts, and the gradients of these. In later
@@ -555,9 +554,16 @@ def _estimate_sample_capacity(training: Training, batch: Batch) -> tuple[int, st
     model = (6 if is_partitioned else 4 if is_sharded or first_rank_only else 2) * sum(
         parameter.numel() * parameter.element_size() for parameter in setup.empty_model.parameters()
     )
+    needed = model + samples * per_sample
+    bytes_left = None if needed <= SMALL_BYTES else read_available_memory()
+    if bytes_left is None:
+        return samples, ""
+    bytes_left //= (
+        1 if first_rank_only else training.world.size if is_sharded else min(2, training.world.size)
+    )
     return (
         max(0, min(samples, (bytes_left - model) // per_sample)),
-        f"{samples} samples need about {(model + samples * per_sample) >> 20} MiB on one rank, and "
+        f"{samples} samples need about {needed >> 20} MiB on one rank, and "
         f"{bytes_left >> 20} MiB are left",
     )
 
