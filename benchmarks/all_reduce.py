@@ -38,7 +38,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from common import KB, MB, Bench, alternated, named, ratios
+from common import KB, MB, Bench, format_size, measure_in_turn, ratios
 from workers import MPIRUN, Workers, serve
 
 SIZES = (KB, 4 * KB, 16 * KB, 64 * KB, 256 * KB, MB, 4 * MB, 16 * MB, 64 * MB)
@@ -52,7 +52,7 @@ LARGE = (MB, 4 * MB, 16 * MB, 64 * MB)
 def main() -> None:
     bench = Bench(__doc__, lambda parser: parser.add_argument("--worker", nargs=2))
     if bench.options.worker:
-        worker(*bench.options.worker)
+        run_worker(*bench.options.worker)
         return
     rounds = bench.rounds(7, quick=2)
     for ranks in (2, 4):
@@ -61,20 +61,20 @@ def main() -> None:
             worlds["mpi"] = Workers(__file__, "mpi", ranks, MPIRUN)
         else:
             print(
-                "OpenMPI is left out: it wants mpirun (make system) and mpi4py (pip install "
+                "OpenMPI is left out: it needs mpirun (make system) and mpi4py (pip install "
                 "mpi4py)",
                 file=sys.stderr,
             )
         times = {}
         for size in SIZES:
-            measures = {kind: measure(world, size) for kind, world in worlds.items()}
+            measures = {kind: make_measure(world, size) for kind, world in worlds.items()}
             measures |= {
-                f"{kind}, first to last": measure(worlds[kind], size, whole=True)
+                f"{kind}, first to last": make_measure(worlds[kind], size, whole=True)
                 for kind in ("shm", "limit")
             }
-            found = alternated(
+            found = measure_in_turn(
                 {
-                    f"{name}, {ranks} ranks, {named(size)} [us]": each
+                    f"{name}, {ranks} ranks, {format_size(size)} [us]": each
                     for name, each in measures.items()
                 },
                 rounds * (3 if size < MB else 1),
@@ -86,14 +86,14 @@ def main() -> None:
     bench.finish()
 
 
-def measure(world: Workers, size: int, whole: bool = False) -> Callable[[], float]:
+def make_measure(world: Workers, size: int, whole: bool = False) -> Callable[[], float]:
     """Return a function that measures the median time of an all-reduce in microseconds.
 
     It is the time of the slowest rank. If `whole`, it is the time from the start of the first rank
     to the end of the last one.
     """
 
-    def taken() -> float:
+    def time_all_reduce() -> float:
         # for each rank: (start, end) of each repeat
         ranks = world.ask((size, max(5, min(300, 25 * MB // size))))
         if whole:
@@ -103,14 +103,16 @@ def measure(world: Workers, size: int, whole: bool = False) -> Callable[[], floa
             )
         return 1e6 * max(statistics.median(end - start for start, end in times) for times in ranks)
 
-    return taken
+    return time_all_reduce
 
 
 def report(bench: Bench, ranks: int, times: dict[int, dict[str, list[float]]]) -> None:
-    bench.measured[f"{ranks} ranks [us]"] = {named(size): found for size, found in times.items()}
+    bench.measured[f"{ranks} ranks [us]"] = {
+        format_size(size): found for size, found in times.items()
+    }
     for size, found in times.items():
         bench.figure(
-            f"gloo / shm, {ranks} ranks, {named(size)}",
+            f"gloo / shm, {ranks} ranks, {format_size(size)}",
             ratios(found["gloo"], found["shm"]),
             at_least=GLOO_BARS[ranks].get(size),
         )
@@ -129,10 +131,12 @@ def report(bench: Bench, ranks: int, times: dict[int, dict[str, list[float]]]) -
 
 
 # ---- in a rank -------------------------------------------------------------------------------
-def worker(kind: str, address: str) -> None:
-    prepare, leave = {"mpi": of_mpi, "limit": of_the_limit}.get(kind, lambda: of_torch(kind))()
+def run_worker(kind: str, address: str) -> None:
+    prepare, leave = {"mpi": prepare_mpi, "limit": prepare_limit}.get(
+        kind, lambda: prepare_torch(kind)
+    )()
 
-    def times(order: tuple[int, int]) -> list[tuple[float, float]]:
+    def time_repeats(order: tuple[int, int]) -> list[tuple[float, float]]:
         size, repeats = order
         barrier, play = prepare(size)
         taken = []
@@ -144,7 +148,7 @@ def worker(kind: str, address: str) -> None:
         barrier()
         return taken[3:]
 
-    serve(address, times)
+    serve(address, time_repeats)
     leave()
 
 
@@ -153,7 +157,7 @@ Prepared = tuple[
 ]
 
 
-def of_torch(kind: str) -> Prepared:
+def prepare_torch(kind: str) -> Prepared:
     import torch
     import torch.distributed as dist
 
@@ -169,7 +173,7 @@ def of_torch(kind: str) -> Prepared:
     return prepare, dist.destroy_process_group
 
 
-def of_the_limit() -> Prepared:
+def prepare_limit() -> Prepared:
     """Prepare the copies and additions of the limit. The shm backend provides the memory, and the
     barrier between measurements.
     """
@@ -208,7 +212,7 @@ def of_the_limit() -> Prepared:
     return prepare, dist.destroy_process_group
 
 
-def of_mpi() -> Prepared:
+def prepare_mpi() -> Prepared:
     import numpy
     from mpi4py import MPI
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from common import commit, differences
+from common import differences, read_commit
 
 import paragrad as pg
 
@@ -25,7 +25,7 @@ SPREAD = (
 Arm = Callable[[int], tuple[pg.Job, str]]
 
 
-def trained(
+def train_arms(
     arms: Mapping[Any, Arm],
     seeds: int,
     read: Callable[[pg.Run], dict[str, Any]],
@@ -54,8 +54,8 @@ def trained(
             )
             if run not in made:
                 made[run] = {
-                    **one(job.replace(seed=seed), text, read, data=data, **settings),
-                    "commit": commit(),
+                    **train_once(job.replace(seed=seed), text, read, data=data, **settings),
+                    "commit": read_commit(),
                 }
                 if so_far and "failed" not in made[run]:
                     with so_far.open("a") as file:
@@ -70,7 +70,7 @@ def trained(
     return found
 
 
-def one(
+def train_once(
     job: pg.Job, text: str, read: Callable[[pg.Run], dict[str, Any]], **settings: Any
 ) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
@@ -83,12 +83,12 @@ def one(
         return read(run)
 
 
-def of(found: Mapping[Any, list[dict[str, Any]]], name: Any, what: str) -> list[float]:
+def select_values(found: Mapping[Any, list[dict[str, Any]]], name: Any, what: str) -> list[float]:
     """Return one number for every seed of an arm; nan for a run that failed."""
     return [each.get(what, math.nan) for each in found[name]]
 
 
-def spread(values: list[float], digits: int = 2) -> str:
+def format_mean(values: list[float], digits: int = 2) -> str:
     """Return mean and standard deviation as the text of a table cell."""
     if any(map(math.isnan, values)):
         return "failed"
@@ -97,7 +97,7 @@ def spread(values: list[float], digits: int = 2) -> str:
     )
 
 
-def apart(one: list[float], other: list[float]) -> tuple[float, float]:
+def compute_mean_difference(one: list[float], other: list[float]) -> tuple[float, float]:
     """Return the mean of the differences of equal seeds, and its standard error.
 
     With equal seeds, both trainings have the same initial weights and the same order of samples.
@@ -106,6 +106,6 @@ def apart(one: list[float], other: list[float]) -> tuple[float, float]:
     return mean(found), stdev(found) / len(found) ** 0.5 if len(found) > 1 else math.nan
 
 
-def beside(one: list[float], other: list[float]) -> str:
-    """Return the result of `apart` as the text of a table cell."""
-    return "{:+.2f} ± {:.2f}".format(*apart(one, other))
+def format_mean_difference(one: list[float], other: list[float]) -> str:
+    """Return the result of `compute_mean_difference` as the text of a table cell."""
+    return "{:+.2f} ± {:.2f}".format(*compute_mean_difference(one, other))

@@ -28,9 +28,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from common import Bench, alternated, ratios
+from common import Bench, measure_in_turn, ratios
 from torch import Tensor, nn
-from trainings import Loop, backward_of, looped, ours, shuffled, theirs
+from trainings import (
+    Loop,
+    make_backward,
+    make_loop_measure,
+    make_training_measure,
+    serve_loops,
+    shuffle_batches,
+)
 from workers import Workers
 
 import paragrad as pg
@@ -50,12 +57,12 @@ PEERS = {
 }
 
 
-class Means(nn.Module):
+class ChannelMeans(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.mean((2, 3))
 
 
-class Two(nn.Module):
+class BranchModel(nn.Module):
     """A model with branches before one linear layer. branches: the number of branches."""
 
     def __init__(self, branches: int = RANKS) -> None:
@@ -68,7 +75,7 @@ class Two(nn.Module):
                         for _ in range(LAYERS)
                         for each in (nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1), nn.ReLU())
                     ),
-                    Means(),
+                    ChannelMeans(),
                 )
                 for _ in range(branches)
             ]
@@ -96,7 +103,7 @@ class Setting:
     def job(self) -> pg.Job:
         return pg.Job(
             name="benchmark",
-            model=Two,
+            model=BranchModel,
             loss=nn.functional.cross_entropy,
             epochs=1000,
             batch=BATCH,
@@ -106,9 +113,9 @@ class Setting:
 
 
 def main() -> None:
-    bench = Bench(__doc__, options)
+    bench = Bench(__doc__, add_options)
     if bench.options.worker:
-        looped(*bench.options.worker, loop)
+        serve_loops(*bench.options.worker, build_loop)
         return
     setting = Setting()
     with tempfile.TemporaryDirectory() as folder, Launcher(RANKS) as ranks:
@@ -116,12 +123,12 @@ def main() -> None:
             kind: Workers(__file__, kind, RANKS) for kind in ("one branch", "one branch, in step")
         }
         measures = {
-            strategy: ours(ranks, strategy, setting, Path(folder))
+            strategy: make_training_measure(ranks, strategy, setting, Path(folder))
             for strategy in ("branch(2)", "serial(threads=1)", "serial")
         }
         print(f"{setting} [ms]", flush=True)
-        measures |= {kind: theirs(workers, setting) for kind, workers in peers.items()}
-        found = alternated(measures, bench.rounds(9, quick=2))
+        measures |= {kind: make_loop_measure(workers, setting) for kind, workers in peers.items()}
+        found = measure_in_turn(measures, bench.rounds(9, quick=2))
         for workers in peers.values():
             workers.close()
     bench.measured["ms per step"] = {str(setting): found}
@@ -134,17 +141,17 @@ def main() -> None:
     bench.finish()
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
 
 
 # ---- in a rank -------------------------------------------------------------------------------
-def loop(setting: Setting) -> Loop:
-    model = Two(1)
+def build_loop(setting: Setting) -> Loop:
+    model = BranchModel(1)
     return Loop(
         torch.optim.SGD(model.parameters(), lr=0.01),
-        backward_of(model, nn.functional.cross_entropy),
-        shuffled(*setting.data(), BATCH),
+        make_backward(model, nn.functional.cross_entropy),
+        shuffle_batches(*setting.data(), BATCH),
     )
 
 

@@ -47,9 +47,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common import KB, MB, Bench, alternated, named, ratios
+from common import KB, MB, Bench, format_size, measure_in_turn, ratios
 from hosts import hosts
-from pages import DOCS, FIGURES, filled, milliseconds, table
+from pages import DOCS, FIGURES, fill_block, format_milliseconds, table
 from workers import Stopwatch, Workers, serve
 
 from paragrad.executors.clock import time_schedule
@@ -80,24 +80,26 @@ Times = dict[int, dict[str, list[float]]]  # seconds by size and algorithm, of e
 Picks = dict[int, str]  # the algorithm that auto chose, by size
 
 
-def schedule(text: str) -> Any:
+def parse_algorithm(text: str) -> Any:
     chosen = strategy(f"data(8, reduce={text})")
     assert isinstance(chosen, Data)
     return chosen.reduce
 
 
 def main() -> None:
-    def options(parser: argparse.ArgumentParser) -> None:
+    def add_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--hosts", type=int, default=8)
         parser.add_argument("--megabits", type=int, default=100)
-        parser.add_argument("--only", choices=("cluster", "one host"), help="one of the two parts")
+        parser.add_argument(
+            "--only", choices=("cluster", "one host"), help="measure only this part"
+        )
         parser.add_argument(
             "--page",
             action="store_true",
             help="write the tables of docs/results/all_reduce.md, and their figures",
         )
 
-    bench = Bench(__doc__, options)
+    bench = Bench(__doc__, add_options)
     count = bench.options.hosts
     megabits = bench.options.megabits
     if bench.options.page and (
@@ -108,8 +110,8 @@ def main() -> None:
         or (count, megabits) != (8, 100)
     ):
         sys.exit(
-            "the page is of 8 hosts at 100 Mbit/s and of one host, in full: give no other option "
-            "but --check"
+            "the page shows 8 hosts at 100 Mbit/s and one host, measured in full: with --page, give "
+            "only --check"
         )
     if bench.options.only != "one host":
         with hosts(count, megabits=megabits) as cluster:
@@ -118,23 +120,23 @@ def main() -> None:
                 programs = cluster.torchrun(words)
                 return lambda: cluster.finished(programs)
 
-            on_cluster(bench, Workers(__file__, "gloo", count, start), count)
+            measure_cluster(bench, Workers(__file__, "gloo", count, start), count)
             for name, fault in cluster.faults().items():
                 bench.figure(name, fault, at_most=0)
     if bench.options.only != "cluster":
         workers = Workers(__file__, "gloo", RANKS_OF_ONE_HOST)
-        _, near, picked = measured(
-            bench, workers, "one host", ours(RANKS_OF_ONE_HOST), lambda size: 15
+        _, near, picked = measure_sizes(
+            bench, workers, "one host", list_algorithms(RANKS_OF_ONE_HOST), lambda size: 15
         )
         workers.close()
-        automatic(bench, near, picked, f"one host, {RANKS_OF_ONE_HOST} ranks")
+        compare_auto(bench, near, picked, f"one host, {RANKS_OF_ONE_HOST} ranks")
     if bench.options.page:
         bench.keep(RESULTS)
-        write(json.loads(RESULTS.read_text()))
+        write_tables(json.loads(RESULTS.read_text()))
     bench.finish()
 
 
-def write(found: dict[str, Any]) -> None:
+def write_tables(found: dict[str, Any]) -> None:
     """Write the tables of the page: medians of all rounds in milliseconds, and the figures with
     their bars.
     """
@@ -144,26 +146,26 @@ def write(found: dict[str, Any]) -> None:
         rows = [
             [
                 NAMES.get(name, name),
-                *(milliseconds(median(times[name])) for times in sizes.values()),
+                *(format_milliseconds(median(times[name])) for times in sizes.values()),
             ]
             for name in next(iter(sizes.values()))
         ]
-        text = filled(text, where, table([title, *sizes], rows))
+        text = fill_block(text, where, table([title, *sizes], rows))
     rows = [
         [
             name,
             f"{each['value']:.3g}",
             " to ".join(f"{each[end]:.3g}" for end in ("lowest", "highest")),
-            barred(each),
+            format_bar(each),
         ]
         for name, each in found["figures"].items()
     ]
     PAGE.write_text(
-        filled(text, "figures", table(["figure", "median", "of all rounds", "goal"], rows))
+        fill_block(text, "figures", table(["figure", "median", "of all rounds", "goal"], rows))
     )
 
 
-def barred(figure: dict[str, Any]) -> str:
+def format_bar(figure: dict[str, Any]) -> str:
     """Return the bar of a figure as text."""
     return ", ".join(
         f"{words} {figure[key]:g}"
@@ -172,13 +174,13 @@ def barred(figure: dict[str, Any]) -> str:
     )
 
 
-def ours(count: int) -> list[str]:
+def list_algorithms(count: int) -> list[str]:
     """Return all algorithms that auto may choose, and the ring that waits for its receivers."""
     return [*map(str, list_candidates(count)), "ring(blocking=true)"]
 
 
-def on_cluster(bench: Bench, workers: Workers, count: int) -> None:
-    machine = machine_file(workers.ask(("measure",))[0])
+def measure_cluster(bench: Bench, workers: Workers, count: int) -> None:
+    machine = write_and_read_machine(workers.ask(("measure",))[0])
     link = machine.select_link("gloo")
     bench.measured["link"] = {
         "alpha": link.alpha,
@@ -191,26 +193,26 @@ def on_cluster(bench: Bench, workers: Workers, count: int) -> None:
         "gamma": machine.gamma,
         "errors": machine.errors,
     }
-    found, near, picked = measured(
-        bench, workers, "cluster", ours(count), lambda size: 8 if size >= MB else 15
+    found, near, picked = measure_sizes(
+        bench, workers, "cluster", list_algorithms(count), lambda size: 8 if size >= MB else 15
     )
     workers.close()
-    foretold(bench, found, machine, count)
+    compare_predictions(bench, found, machine, count)
     for size in FORETOLD:
         rates = found[size]
         bench.figure(
-            f"ring's bandwidth over gloo's own, {named(size)}",
+            f"ring's bandwidth over gloo's own, {format_size(size)}",
             ratios(rates["native"], rates["ring"]),
             at_least=0.85 if size == MB else 0.95,
         )
         bench.figure(
-            f"halving's bandwidth over gloo's own, {named(size)}",
+            f"halving's bandwidth over gloo's own, {format_size(size)}",
             ratios(rates["native"], rates["halving(segments=4)"]),
             at_least=None if size == MB else 0.9,
         )
     textbook = Cluster(link, machine.gamma)
-    expected = closed_form(schedule("tree"), count, 4 * MB, textbook) / closed_form(
-        schedule("ring"), count, 4 * MB, textbook
+    expected = closed_form(parse_algorithm("tree"), count, 4 * MB, textbook) / closed_form(
+        parse_algorithm("ring"), count, 4 * MB, textbook
     )
     bench.figure(
         "tree over ring at 16 MB, over the formulas' ratio",
@@ -219,16 +221,16 @@ def on_cluster(bench: Bench, workers: Workers, count: int) -> None:
         at_least=0.85,
     )
     for size in (KB, 64 * KB):
-        best = min(ours(count), key=lambda name: median(found[size][name]))
+        best = min(list_algorithms(count), key=lambda name: median(found[size][name]))
         bench.figure(
-            f"gloo's own over {best}, {named(size)}",
+            f"gloo's own over {best}, {format_size(size)}",
             ratios(found[size]["native"], found[size][best]),
             at_least=1.5,
         )
-    automatic(bench, near, picked, "cluster")
+    compare_auto(bench, near, picked, "cluster")
 
 
-def machine_file(told: Any) -> Machine:
+def write_and_read_machine(told: Any) -> Machine:
     """Write the measurements of rank 0 to a machine file, and return the machine that is read from
     this file.
     """
@@ -238,7 +240,7 @@ def machine_file(told: Any) -> Machine:
         return read_machine_file(path, told.cores)[0]
 
 
-def measured(
+def measure_sizes(
     bench: Bench, workers: Workers, where: str, names: list[str], rounds: Callable[[int], int]
 ) -> tuple[Times, Times, Picks]:
     """Measure all sizes, and return (all times, times near the best, choices of auto).
@@ -252,20 +254,25 @@ def measured(
     picks = {}
     for size in SIZES:
         picks[size], why = workers.ask(("pick", size))[0]
-        bench.measured[f"auto, {where}, {named(size)}"] = {"picked": picks[size], "because": why}
-        print(f"{named(size)}: auto {picks[size]}, {why}", file=sys.stderr, flush=True)
+        bench.measured[f"auto, {where}, {format_size(size)}"] = {
+            "picked": picks[size],
+            "because": why,
+        }
+        print(f"{format_size(size)}: auto {picks[size]}, {why}", file=sys.stderr, flush=True)
 
-        def once(name: str, size: int = size) -> float:
+        def time_algorithm(name: str, size: int = size) -> float:
             return max(workers.ask(("time", name, size)))
 
-        measures = {name: (lambda name=name: once(name)) for name in (*names, "native", "auto")}
-        times = alternated(measures, bench.rounds(rounds(size), 2))
+        measures = {
+            name: (lambda name=name: time_algorithm(name)) for name in (*names, "native", "auto")
+        }
+        times = measure_in_turn(measures, bench.rounds(rounds(size), 2))
         found[size] = times
         near[size] = times
         # without auto, which by chance may be faster than all algorithms
         best = min(median(times[name]) for name in measures if name != "auto")
         if best < SHORT:
-            near[size] = alternated(
+            near[size] = measure_in_turn(
                 {
                     name: measure
                     for name, measure in measures.items()
@@ -273,14 +280,14 @@ def measured(
                 },
                 bench.rounds(AGAIN, 2),
             )
-    bench.measured[f"{where} [s]"] = {named(size): times for size, times in found.items()}
+    bench.measured[f"{where} [s]"] = {format_size(size): times for size, times in found.items()}
     bench.measured[f"{where}, near the best [s]"] = {
-        named(size): times for size, times in near.items()
+        format_size(size): times for size, times in near.items()
     }
     return found, near, picks
 
 
-def foretold(bench: Bench, found: Times, machine: Machine, count: int) -> None:
+def compare_predictions(bench: Bench, found: Times, machine: Machine, count: int) -> None:
     """Compare the clock's prediction for every algorithm with the measured time."""
     cluster = Cluster(
         machine.select_link("gloo"), machine.gamma, sharing=count, cores=machine.cores
@@ -288,18 +295,18 @@ def foretold(bench: Bench, found: Times, machine: Machine, count: int) -> None:
     errors = {}
     inside = []
     for size in FORETOLD:
-        for name in ours(count):
+        for name in list_algorithms(count):
 
-            def clocked(links: Cluster, name: str = name, size: int = size) -> float:
-                return time_schedule(schedule(name), count, size // 4, links).seconds
+            def predict_seconds(links: Cluster, name: str = name, size: int = size) -> float:
+                return time_schedule(parse_algorithm(name), count, size // 4, links).seconds
 
-            clock = clocked(cluster)
+            clock = predict_seconds(cluster)
             taken = median(found[size][name])
-            low, high = predict_interval(clock, cluster, clocked) or (clock, clock)
-            errors[f"{name}, {named(size)}"] = clock / taken - 1
+            low, high = predict_interval(clock, cluster, predict_seconds) or (clock, clock)
+            errors[f"{name}, {format_size(size)}"] = clock / taken - 1
             inside += [low <= seconds <= high for seconds in found[size][name]]
             print(
-                f"{name}, {named(size)}: clock {clock:.4g} s ({low:.4g} to {high:.4g}), measured "
+                f"{name}, {format_size(size)}: clock {clock:.4g} s ({low:.4g} to {high:.4g}), measured "
                 f"{taken:.4g} s, {clock / taken - 1:+.1%}"
             )
     worst = max(errors, key=lambda name: abs(errors[name]))
@@ -311,7 +318,7 @@ def foretold(bench: Bench, found: Times, machine: Machine, count: int) -> None:
     bench.figure(f"error of the clock, worst ({worst})", abs(errors[worst]), at_most=0.35)
 
 
-def automatic(bench: Bench, found: Times, picked: Picks, where: str) -> None:
+def compare_auto(bench: Bench, found: Times, picked: Picks, where: str) -> None:
     """Compare auto with the fastest algorithm."""
     over = []
     slower_large = [1.0]
@@ -319,7 +326,7 @@ def automatic(bench: Bench, found: Times, picked: Picks, where: str) -> None:
     for size, times in found.items():
         best = min((name for name in times if name != "auto"), key=lambda name: median(times[name]))
         pairs = ratios(times["auto"], times[best])
-        bench.figure(f"auto ({picked[size]}) over {best}, {where}, {named(size)}", pairs)
+        bench.figure(f"auto ({picked[size]}) over {best}, {where}, {format_size(size)}", pairs)
         over.append(median(pairs))
         # if auto chose the best algorithm, a difference of the two samples is chance
         if picked[size] != best and is_slower_by_sign_test(pairs):
@@ -347,7 +354,7 @@ def automatic(bench: Bench, found: Times, picked: Picks, where: str) -> None:
 
 
 # ---- in a rank -------------------------------------------------------------------------------
-def worker(address: str) -> None:
+def run_worker(address: str) -> None:
     import os
 
     import torch
@@ -376,7 +383,7 @@ def worker(address: str) -> None:
             Native(),
             play,
             cluster=Cluster(
-                machine.link("gloo"), machine.gamma, sharing=world.size, cores=machine.cores
+                machine.select_link("gloo"), machine.gamma, sharing=world.size, cores=machine.cores
             ),
             link_source=machine.measured,
         )
@@ -392,7 +399,7 @@ def worker(address: str) -> None:
                 pick = chooser.choices[vector.numel(), vector.dtype]
                 return str(pick.algorithm), pick.because
             name = order[1]
-            algorithms.setdefault(name, None if name == "auto" else schedule(name))
+            algorithms.setdefault(name, None if name == "auto" else parse_algorithm(name))
             algorithm = algorithms[name] or chooser.choose_algorithm(vector)
             return watch.seconds(order, lambda: play(algorithm, vector))
 
@@ -401,6 +408,6 @@ def worker(address: str) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
-        worker(sys.argv[3])
+        run_worker(sys.argv[3])
     else:
         main()

@@ -24,12 +24,12 @@ KB = 1 << 10
 MB = 1 << 20
 
 
-def named(size: int) -> str:
+def format_size(size: int) -> str:
     """Return a number of bytes as text, such as "4 MB"."""
     return f"{size // MB} MB" if size >= MB else f"{size // KB} KB"
 
 
-def machine() -> dict[str, Any]:
+def describe_machine() -> dict[str, Any]:
     """Return the facts that are written with every figure: day, commit, processor, cores, load,
     and versions.
     """
@@ -40,7 +40,7 @@ def machine() -> dict[str, Any]:
     )
     return {
         "day": date.today().isoformat(),
-        "commit": commit(),
+        "commit": read_commit(),
         "cpu": cpu,
         "cores": len(os.sched_getaffinity(0)),
         "load": round(os.getloadavg()[0], 2),
@@ -50,10 +50,10 @@ def machine() -> dict[str, Any]:
     }
 
 
-def commit() -> str:
+def read_commit() -> str:
     """Return the commit of the measured code, with a + if the code has uncommitted changes."""
 
-    def said(*words: str) -> str:
+    def run_git(*words: str) -> str:
         if shutil.which("git") is None:
             return ""
         return subprocess.run(
@@ -64,12 +64,14 @@ def commit() -> str:
             check=False,
         ).stdout.strip()
 
-    return (said("rev-parse", "--short", "HEAD") or "unknown") + (
-        "+" if said("status", "--short", "src", "benchmarks") else ""
+    return (run_git("rev-parse", "--short", "HEAD") or "unknown") + (
+        "+" if run_git("status", "--short", "src", "benchmarks") else ""
     )
 
 
-def alternated(measures: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+def measure_in_turn(
+    measures: Mapping[str, Callable[[], float]], rounds: int
+) -> dict[str, list[float]]:
     """Run every measure once in each round, so that a disturbance of the machine affects all alike.
 
     A measure may also affect the next one. Therefore each round has a random order of its own,
@@ -88,7 +90,7 @@ def alternated(measures: Mapping[str, Callable[[], float]], rounds: int) -> dict
     return found
 
 
-def between(starts: list[float]) -> float:
+def compute_step_milliseconds(starts: list[float]) -> float:
     """Return the median time from step to step, in milliseconds. The first three steps are
     warm-up and do not count.
     """
@@ -109,7 +111,7 @@ class Bench:
     """One run of a benchmark: its options, its measurements, and its figures with their bars.
 
     bench = Bench(__doc__)
-    times = alternated({"ours": ..., "theirs": ...}, rounds=3 if bench.quick else 15)
+    times = measure_in_turn({"ours": ..., "theirs": ...}, rounds=3 if bench.quick else 15)
     bench.figure("ours over theirs", ratios(times["ours"], times["theirs"]), at_most=0.9)
     bench.finish()
     """
@@ -126,24 +128,27 @@ class Bench:
             description=about, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         parser.add_argument(
-            "--check", action="store_true", help="exit with 1 if a figure falls short of its bar"
+            "--check", action="store_true", help="exit with code 1 if a figure misses its goal"
         )
-        parser.add_argument("--quick", action="store_true", help="a smaller sample")
+        parser.add_argument("--quick", action="store_true", help="measure a smaller sample")
         parser.add_argument(
-            "--rounds", type=int, metavar="N", help="how often everything is measured, in turn"
+            "--rounds",
+            type=int,
+            metavar="N",
+            help="number of rounds; each round measures everything once",
         )
         parser.add_argument(
-            "--json", type=Path, metavar="FILE", help="write everything that was measured"
+            "--json", type=Path, metavar="FILE", help="write all measurements to FILE"
         )
         if options:
             options(parser)
         self.options = parser.parse_args()
         self.quick: bool = self.options.quick
-        self.machine = machine()
+        self.machine = describe_machine()
         if self.machine["load"] > 0.5:
             print(
-                f"warning: load average {self.machine['load']}: if other work goes on, times will "
-                "scatter",
+                f"warning: the load average is {self.machine['load']}: if other programs run, times "
+                "vary",
                 file=sys.stderr,
             )
         self.figures: dict[str, dict[str, Any]] = {}
@@ -175,7 +180,7 @@ class Bench:
             "at_least": at_least,
         }
 
-    def short(self) -> list[str]:
+    def list_missed_bars(self) -> list[str]:
         """Return a sentence for each figure that misses its bar."""
         return [
             f"{name} is {found['value']:.4g}, the goal is {word} {bar:.4g}"
@@ -220,7 +225,7 @@ class Bench:
         """
         if self.options.json:
             self.keep(self.options.json)
-        short = self.short()
+        short = self.list_missed_bars()
         print("machine: " + ", ".join(f"{name} {value}" for name, value in self.machine.items()))
         for name, found in self.figures.items():
             if len(found["sample"]) > 1:

@@ -42,12 +42,20 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from arms import SPREAD, Arm, apart, beside, of, spread, trained
-from common import Bench, alternated, between, ratios
+from arms import (
+    SPREAD,
+    Arm,
+    compute_mean_difference,
+    format_mean,
+    format_mean_difference,
+    select_values,
+    train_arms,
+)
+from common import Bench, compute_step_milliseconds, measure_in_turn, ratios
 from hosts import Cluster, hosts
-from pages import DOCS, FIGURES, filled, kept, shown, table
-from plots import panels
-from trainings import of_ddp
+from pages import DOCS, FIGURES, fill_block, find_results_file, format_plot, table
+from plots import draw_panels
+from trainings import train_with_ddp
 from workers import TORCHRUN
 
 import paragrad as pg
@@ -91,15 +99,15 @@ TOLD = (
 )
 
 
-def compressing(compressor: str) -> str:
+def format_strategy(compressor: str) -> str:
     return f"data({RANKS}, compress={compressor})"
 
 
-def wide() -> pg.Job:
+def make_wide_job() -> pg.Job:
     return pg.job("mnist-mlp", width=1024)
 
 
-def arm(job: pg.Job, text: str) -> Arm:
+def make_arm(job: pg.Job, text: str) -> Arm:
     return lambda seed: (job, text)
 
 
@@ -128,12 +136,12 @@ def read(run: pg.Run) -> dict[str, Any]:
 
 
 # ---- accuracy --------------------------------------------------------------------------------
-def accuracies(bench: Bench, data: str) -> None:
-    job = wide().replace(epochs=2 if bench.quick else 10)
-    found = trained(
+def measure_accuracies(bench: Bench, data: str) -> None:
+    job = make_wide_job().replace(epochs=2 if bench.quick else 10)
+    found = train_arms(
         {
-            "dense": arm(job, RING),
-            **{text: arm(job, compressing(text)) for text in ("dgc(0.01)", "dgc(0.001)")},
+            "dense": make_arm(job, RING),
+            **{text: make_arm(job, format_strategy(text)) for text in ("dgc(0.01)", "dgc(0.001)")},
         },
         bench.rounds(3, quick=1),
         read,
@@ -142,30 +150,38 @@ def accuracies(bench: Bench, data: str) -> None:
     )
     bench.measured["accuracy"] = found
     for text, points, times in (("dgc(0.01)", 0.3, 20), ("dgc(0.001)", 0.6, 100)):
-        lost, error = apart(of(found, "dense", "accuracy"), of(found, text, "accuracy"))
+        lost, error = compute_mean_difference(
+            select_values(found, "dense", "accuracy"), select_values(found, text, "accuracy")
+        )
         bench.figure(f"points of accuracy, dense over {text}", lost, at_most=points)
         bench.figure(f"dense over {text}: standard error of that", error)
         bench.figure(
             f"bytes of a step, dense over {text}",
-            ratios(of(found, "dense", "bytes of a step"), of(found, text, "bytes of a step")),
+            ratios(
+                select_values(found, "dense", "bytes of a step"),
+                select_values(found, text, "bytes of a step"),
+            ),
             at_least=times,
         )
         bench.figure(
             f"bytes of the run, dense over {text}",
-            ratios(of(found, "dense", "bytes"), of(found, text, "bytes")),
+            ratios(select_values(found, "dense", "bytes"), select_values(found, text, "bytes")),
         )
 
 
-def corrections(bench: Bench, data: str) -> None:
-    jobs = {"mnist-mlp": wide().replace(epochs=10), "mnist-cnn": pg.job("mnist-cnn")}
+def measure_corrections(bench: Bench, data: str) -> None:
+    jobs = {"mnist-mlp": make_wide_job().replace(epochs=10), "mnist-cnn": pg.job("mnist-cnn")}
     for name, job in jobs.items():
         job = job.replace(epochs=2) if bench.quick else job
         texts = [
             text.replace("dgc(0.001)", "dgc(0.001, warmup=1)") if job.epochs < 10 else text
             for text in CORRECTED
         ]
-        found = trained(
-            {"dense": arm(job, DENSE), **{text: arm(job, compressing(text)) for text in texts}},
+        found = train_arms(
+            {
+                "dense": make_arm(job, DENSE),
+                **{text: make_arm(job, format_strategy(text)) for text in texts},
+            },
             bench.rounds(5, quick=1),
             read,
             bench.options.so_far,
@@ -175,18 +191,22 @@ def corrections(bench: Bench, data: str) -> None:
         for base, text in (
             (base, text) for base in BASES for text in texts if text not in (base, *BASES[:1])
         ):
-            difference, error = apart(of(found, text, "accuracy"), of(found, base, "accuracy"))
+            difference, error = compute_mean_difference(
+                select_values(found, text, "accuracy"), select_values(found, base, "accuracy")
+            )
             bench.figure(f"{name}: points of accuracy, {text} over {base}", difference)
             bench.figure(f"{name}: standard error, {text} over {base}", error)
 
 
 # ---- links -----------------------------------------------------------------------------------
-def ours(cluster: Cluster | None, folder: Path, text: str, data: str, steps: int) -> float:
+def measure_training(
+    cluster: Cluster | None, folder: Path, text: str, data: str, steps: int
+) -> float:
     """Run a whole training, and return the milliseconds of a step."""
     place = Path(tempfile.mkdtemp(dir=folder))
     if cluster is None:
         train(
-            wide().replace(test=None, metric=None),
+            make_wide_job().replace(test=None, metric=None),
             text,
             runs=place,
             limit=steps,
@@ -198,10 +218,12 @@ def ours(cluster: Cluster | None, folder: Path, text: str, data: str, steps: int
             [str(Path(__file__).resolve()), "--worker", text, str(place), str(steps)], timeout=900
         )
     (run,) = place.iterdir()
-    return between([line["start"] for line in Record(run).select_lines("step", 0)])
+    return compute_step_milliseconds(
+        [line["start"] for line in Record(run).select_lines("step", 0)]
+    )
 
 
-def theirs(cluster: Cluster | None, folder: Path, steps: int) -> float:
+def measure_ddp(cluster: Cluster | None, folder: Path, steps: int) -> float:
     """Run a loop over DDP, and return the milliseconds of a step."""
     words = [str(Path(__file__).resolve()), "--worker", DDP, str(folder), str(steps)]
     if cluster is not None:
@@ -212,28 +234,29 @@ def theirs(cluster: Cluster | None, folder: Path, steps: int) -> float:
     return float(said.split()[-1])
 
 
-def worker(text: str, folder: str, steps: str) -> None:
+def run_worker(text: str, folder: str, steps: str) -> None:
     if text != DDP:
         train(
-            wide().replace(test=None, metric=None),
+            make_wide_job().replace(test=None, metric=None),
             text,
             runs=folder,
             limit=int(steps),
             data=os.environ["PARAGRAD_DATA"],
         )
         return
-    starts = of_ddp(wide(), BATCH, int(steps), Path(os.environ["PARAGRAD_DATA"]))
-    print(between(starts))
+    starts = train_with_ddp(make_wide_job(), BATCH, int(steps), Path(os.environ["PARAGRAD_DATA"]))
+    print(compute_step_milliseconds(starts))
 
 
-def linked(bench: Bench, data: str) -> None:
+def measure_links(bench: Bench, data: str) -> None:
     """Measure the time of a step on all links, and the steps to the goal on one host.
 
     The steps to the goal do not depend on the link.
     """
-    job = wide().replace(epochs=3)  # most compressors reach the goal in two epochs
-    goals = trained(
-        {text: arm(job, compressing(text)) for text in EVERY} | {DDP: arm(job, DENSE)},
+    job = make_wide_job().replace(epochs=3)  # most compressors reach the goal in two epochs
+    goals = train_arms(
+        {text: make_arm(job, format_strategy(text)) for text in EVERY}
+        | {DDP: make_arm(job, DENSE)},
         bench.rounds(3, quick=1),
         read,
         bench.options.so_far,
@@ -252,14 +275,21 @@ def linked(bench: Bench, data: str) -> None:
     for name, megabits in LINKS.items():
         with tempfile.TemporaryDirectory() as folder:
 
-            def measured(
+            def measure_cluster(
                 cluster: Cluster | None, steps: int, folder: Path = Path(folder)
             ) -> dict[str, list[float]]:
-                return alternated(
+                return measure_in_turn(
                     {
-                        DDP: partial(theirs, cluster, folder, steps),
+                        DDP: partial(measure_ddp, cluster, folder, steps),
                         **{
-                            text: partial(ours, cluster, folder, compressing(text), data, steps)
+                            text: partial(
+                                measure_training,
+                                cluster,
+                                folder,
+                                format_strategy(text),
+                                data,
+                                steps,
+                            )
                             for text in EVERY
                         },
                     },
@@ -267,10 +297,10 @@ def linked(bench: Bench, data: str) -> None:
                 )
 
             if megabits is None:
-                found = measured(None, 60)
+                found = measure_cluster(None, 60)
             else:
                 with hosts(RANKS, megabits=megabits) as cluster:
-                    found = measured(cluster, 20)
+                    found = measure_cluster(cluster, 20)
         bench.measured["milliseconds"][name] = found
         slow = megabits == 100
         for text, bar in (("dgc(0.001, warmup=0)", 8), ("dgc(0.01, warmup=0)", 5), ("bf16", 1.8)):
@@ -292,14 +322,14 @@ def linked(bench: Bench, data: str) -> None:
 
 
 # ---- the page --------------------------------------------------------------------------------
-def page(bench: Bench) -> None:
-    bench.keep(kept("compressed", bench.options.only))
+def write_page(bench: Bench) -> None:
+    bench.keep(find_results_file("compressed", bench.options.only))
     text = PAGE.read_text()
     measured = bench.measured
     if "accuracy" in measured:
         found = measured["accuracy"]
-        plot_of_bytes(found)
-        text = filled(
+        plot_bytes(found)
+        text = fill_block(
             text,
             "accuracy",
             table(
@@ -307,14 +337,14 @@ def page(bench: Bench) -> None:
                 [
                     [
                         f"`{name}`" if "(" in name else name,
-                        spread(of(found, name, "accuracy")),
-                        f"{median(of(found, name, 'bytes of a step')):,.0f}",
-                        f"{median(of(found, name, 'bytes')):,.0f}",
+                        format_mean(select_values(found, name, "accuracy")),
+                        f"{median(select_values(found, name, 'bytes of a step')):,.0f}",
+                        f"{median(select_values(found, name, 'bytes')):,.0f}",
                     ]
                     for name in found
                 ],
             )
-            + shown(
+            + format_plot(
                 "compressed_bytes",
                 "accuracy of the first seed, epoch by epoch, over what the rank that sends most "
                 "has sent",
@@ -323,15 +353,18 @@ def page(bench: Bench) -> None:
     for job in ("mnist-mlp", "mnist-cnn"):
         if (found := measured.get(f"correction, {job}")) is not None:
 
-            def over(name: str, base: str, found: Mapping[str, Any] = found) -> str:
+            def format_difference(name: str, base: str, found: Mapping[str, Any] = found) -> str:
                 return (
                     ""
                     if name in (base, "dense")
-                    else beside(of(found, name, "accuracy"), of(found, base, "accuracy"))
+                    else format_mean_difference(
+                        select_values(found, name, "accuracy"),
+                        select_values(found, base, "accuracy"),
+                    )
                 )
 
             head = ["", "accuracy [%]", *(f"points beside `{base}`" for base in BASES)]
-            text = filled(
+            text = fill_block(
                 text,
                 f"correction {job}",
                 table(
@@ -339,8 +372,8 @@ def page(bench: Bench) -> None:
                     [
                         [
                             f"`{name}`" if "(" in name else name,
-                            spread(of(found, name, "accuracy")),
-                            *(over(name, base) for base in BASES),
+                            format_mean(select_values(found, name, "accuracy")),
+                            *(format_difference(name, base) for base in BASES),
                         ]
                         for name in found
                     ],
@@ -348,9 +381,9 @@ def page(bench: Bench) -> None:
                 + SPREAD,
             )
     if "milliseconds" in measured:
-        plot_of_links(measured["milliseconds"])
+        plot_links(measured["milliseconds"])
 
-        def of_link(name: str, each: str) -> str:
+        def format_link(name: str, each: str) -> str:
             to = measured[f"seconds to {GOAL:g} %, {name}"][each]
             return f"{median(measured['milliseconds'][name][each]):.3g}, " + (
                 f"{to:.3g}" if math.isfinite(to) else "-"
@@ -361,7 +394,7 @@ def page(bench: Bench) -> None:
             "bytes of a step",
             *(f"{name}: ms a step, and s to {GOAL:g} %" for name in LINKS),
         ]
-        text = filled(
+        text = fill_block(
             text,
             "links",
             table(
@@ -369,18 +402,18 @@ def page(bench: Bench) -> None:
                 [
                     [
                         f"`{each}`" if each != DDP else "DDP over gloo",
-                        f"{median(of(measured['to 97 %'], each, 'bytes of a step')):,.0f}",
-                        *(of_link(name, each) for name in LINKS),
+                        f"{median(select_values(measured['to 97 %'], each, 'bytes of a step')):,.0f}",
+                        *(format_link(name, each) for name in LINKS),
                     ]
                     for each in (DDP, *EVERY)
                 ],
             )
-            + shown("compressed_links", TOLD),
+            + format_plot("compressed_links", TOLD),
         )
     PAGE.write_text(text)
 
 
-def plot_of_bytes(found: Mapping[str, Any]) -> None:
+def plot_bytes(found: Mapping[str, Any]) -> None:
     def draw(axes: Any) -> None:
         for name, (first, *_) in found.items():
             axes[0].plot(
@@ -392,10 +425,10 @@ def plot_of_bytes(found: Mapping[str, Any]) -> None:
             )
         axes[0].set(xscale="log", xlabel="MB sent", ylabel="accuracy [%]")
 
-    panels(FIGURES / "compressed_bytes.svg", 1, 300, draw)
+    draw_panels(FIGURES / "compressed_bytes.svg", 1, 300, draw)
 
 
-def plot_of_links(found: Mapping[str, Mapping[str, list[float]]]) -> None:
+def plot_links(found: Mapping[str, Mapping[str, list[float]]]) -> None:
     def draw(axes: Any) -> None:
         for each, (name, times) in zip(axes, found.items(), strict=True):
             each.barh(
@@ -406,13 +439,13 @@ def plot_of_links(found: Mapping[str, Mapping[str, list[float]]]) -> None:
                 range(len(times)), list(times)[::-1] if each is axes[0] else [""] * len(times)
             )
 
-    panels(FIGURES / "compressed_links.svg", len(found), 320, draw)
+    draw_panels(FIGURES / "compressed_links.svg", len(found), 320, draw)
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
-    parser.add_argument("--data", default=os.environ.get("PARAGRAD_DATA"), help="folder of mnist")
-    parser.add_argument("--only", choices=PARTS, action="append", help="this part alone")
+    parser.add_argument("--data", default=os.environ.get("PARAGRAD_DATA"), help="folder with MNIST")
+    parser.add_argument("--only", choices=PARTS, action="append", help="measure only this part")
     parser.add_argument(
         "--page",
         action="store_true",
@@ -422,22 +455,24 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--so-far",
         type=Path,
         metavar="FILE",
-        help="go on from trainings that were made before, and keep them",
+        help="use the results of earlier trainings in FILE, and add the new ones",
     )
 
 
 def main() -> None:
-    bench = Bench(__doc__, options)
+    bench = Bench(__doc__, add_options)
     if bench.options.worker:
-        worker(*bench.options.worker)
+        run_worker(*bench.options.worker)
         return
     data = str(Path(bench.options.data).resolve())
     os.environ["PARAGRAD_DATA"] = data
-    for name, part in zip(PARTS, (accuracies, corrections, linked), strict=True):
+    for name, part in zip(
+        PARTS, (measure_accuracies, measure_corrections, measure_links), strict=True
+    ):
         if name in (bench.options.only or PARTS):
             part(bench, data)
     if bench.options.page:
-        page(bench)
+        write_page(bench)
     bench.finish()
 
 

@@ -24,8 +24,8 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from common import Bench, alternated, ratios
-from pages import DOCS, FIGURES, filled, milliseconds, table
+from common import Bench, measure_in_turn, ratios
+from pages import DOCS, FIGURES, fill_block, format_milliseconds, table
 from workers import Workers, serve_backwards
 
 SIDE = 1000
@@ -53,17 +53,17 @@ REPEATS = 20
 SIZES = (4, 16, 64)  # ranks
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--page", action="store_true", help="write the table of docs/techniques/compression.md"
     )
 
 
 def main() -> None:
-    bench = Bench(__doc__, options)
-    costs = alternated(measures(), bench.rounds(15, 5))
+    bench = Bench(__doc__, add_options)
+    costs = measure_in_turn(make_measures(), bench.rounds(15, 5))
     workers = Workers(__file__, "gloo", 2)
-    hooks = alternated(
+    hooks = measure_in_turn(
         {name: (lambda name=name: max(workers.ask(name))) for name in HOOKS}, bench.rounds(30, 8)
     )
     workers.close()
@@ -84,16 +84,16 @@ def main() -> None:
             [4e-9 * SIDE**2 / seconds for seconds in costs[name]],
         )
     if bench.options.page:
-        page(bench, costs, hooks)
+        write_page(bench, costs, hooks)
     bench.finish()
 
 
-def page(bench: Bench, costs: dict[str, list[float]], hooks: dict[str, list[float]]) -> None:
+def write_page(bench: Bench, costs: dict[str, list[float]], hooks: dict[str, list[float]]) -> None:
     bench.keep(FIGURES / "compression.json")
     rows = [
         (
             f"`{name}`",
-            milliseconds(median(each)),
+            format_milliseconds(median(each)),
             f"{4e-9 * SIDE**2 / median(each):.2f}",
             f"{median(ratios(each, costs[COPY])):.1f}",
         )
@@ -102,25 +102,29 @@ def page(bench: Bench, costs: dict[str, list[float]], hooks: dict[str, list[floa
     under = [
         (
             f"`{name}`" if name in TEXTS else name,
-            milliseconds(median(each)),
+            format_milliseconds(median(each)),
             f"{median(ratios(each, hooks[OWN])):.2f}",
         )
         for name, each in hooks.items()
     ]
     path = DOCS / "techniques" / "compression.md"
-    text = filled(path.read_text(), "costs", table(("", "ms", "GB/s", "over `copy_`"), rows))
-    text = filled(
+    text = fill_block(path.read_text(), "costs", table(("", "ms", "GB/s", "over `copy_`"), rows))
+    text = fill_block(
         text,
         "pays",
         table(
             ("", *(f"{size} ranks" for size in SIZES)),
-            [(f"`{name}`", *below(name)) for name in TEXTS if not name.startswith("threshold")],
+            [
+                (f"`{name}`", *find_break_even(name))
+                for name in TEXTS
+                if not name.startswith("threshold")
+            ],
         ),
     )
-    path.write_text(filled(text, "hooks", table(("hook", "ms", "over DDP's own"), under)))
+    path.write_text(fill_block(text, "hooks", table(("hook", "ms", "over DDP's own"), under)))
 
 
-def below(text: str) -> list[str]:
+def find_break_even(text: str) -> list[str]:
     """Return the bandwidths below which a compressor saves time, for vectors of 100 MB."""
     from paragrad.commands.compression_break_even import measure_compression_cost, price_compression
     from paragrad.executors.machine import ASSUMED_MACHINE
@@ -145,7 +149,7 @@ def below(text: str) -> list[str]:
 
 
 # ---- in this process -------------------------------------------------------------------------
-def measures() -> dict[str, Callable[[], float]]:
+def make_measures() -> dict[str, Callable[[], float]]:
     import torch
 
     from paragrad.parallel.compression.cost import make_codec_steps
@@ -156,19 +160,19 @@ def measures() -> dict[str, Callable[[], float]]:
     gradient = torch.randn(SIDE, SIDE)
     other = torch.empty(SIDE, SIDE)
 
-    def cost(text: str) -> Callable[[], Any]:
+    def make_cost_step(text: str) -> Callable[[], Any]:
         compress, extract = make_codec_steps(
             strategy(f"data(2, compress={text})").compress, (SIDE, SIDE)
         )
         return lambda: (compress(), extract(torch.zeros(SIDE**2)))
 
-    steps: dict[str, Callable[[], Any]] = {name: cost(name) for name in TEXTS}
+    steps: dict[str, Callable[[], Any]] = {name: make_cost_step(name) for name in TEXTS}
     steps[COPY] = lambda: other.copy_(gradient)
     steps[SORTED] = lambda: gradient.view(-1).abs().topk(SIDE**2 // 100, sorted=False)
-    return {name: (lambda step=step: timed(step)) for name, step in steps.items()}
+    return {name: (lambda step=step: time_step(step)) for name, step in steps.items()}
 
 
-def timed(step: Callable[[], Any]) -> float:
+def time_step(step: Callable[[], Any]) -> float:
     """Return the seconds of a step: the median of several steps in a row."""
     found = []
     for _ in range(REPEATS):
@@ -179,7 +183,7 @@ def timed(step: Callable[[], Any]) -> float:
 
 
 # ---- in a rank -------------------------------------------------------------------------------
-def worker(address: str) -> None:
+def run_worker(address: str) -> None:
     import torch
     from torch import nn
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -191,10 +195,10 @@ def worker(address: str) -> None:
     import paragrad as pg
 
     # DDP refuses a hook of the name bf16_compress_hook here, so this one has another name
-    def brain(state, bucket):  # type: ignore[no-untyped-def]
+    def compress_bfloat16(state, bucket):  # type: ignore[no-untyped-def]
         return default_hooks.bf16_compress_hook(state, bucket)
 
-    def made(name: str) -> nn.Module:
+    def build_model(name: str) -> nn.Module:
         torch.manual_seed(0)
         model = nn.parallel.DistributedDataParallel(nn.Linear(SIDE, SIDE, bias=False))
         if name == TORCHS:
@@ -204,21 +208,22 @@ def worker(address: str) -> None:
             )
         elif name in THEIRS:
             model.register_comm_hook(
-                None, brain if THEIRS[name] == "bf16" else default_hooks.fp16_compress_hook
+                None,
+                compress_bfloat16 if THEIRS[name] == "bf16" else default_hooks.fp16_compress_hook,
             )
         elif name != OWN:
             model.register_comm_hook(*pg.hook(name))
         return model
 
-    def losses() -> Callable[[nn.Module], torch.Tensor]:
+    def make_loss() -> Callable[[nn.Module], torch.Tensor]:
         inputs = torch.randn(8, SIDE)
         return lambda model: model(inputs).square().mean()
 
-    serve_backwards(address, lambda: {name: made(name) for name in HOOKS}, losses)
+    serve_backwards(address, lambda: {name: build_model(name) for name in HOOKS}, make_loss)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
-        worker(sys.argv[3])
+        run_worker(sys.argv[3])
     else:
         main()

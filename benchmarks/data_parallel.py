@@ -36,9 +36,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import Bench, alternated, ratios
+from common import Bench, measure_in_turn, ratios
 from torch import Tensor, nn
-from trainings import Loop, backward_of, looped, ours, theirs
+from trainings import Loop, make_backward, make_loop_measure, make_training_measure, serve_loops
 from workers import Workers
 
 import paragrad as pg
@@ -114,7 +114,7 @@ def main() -> None:
     bench = Bench(__doc__, lambda parser: parser.add_argument("--worker", nargs=2))
     if bench.options.worker:
         kind, address = bench.options.worker
-        looped(kind, address, partial(loop, kind))
+        serve_loops(kind, address, partial(build_loop, kind))
         return
     settings = QUICK if bench.quick else [*MLPS, Setting(0, 64)]
     with tempfile.TemporaryDirectory() as folder, Launcher(2) as ranks:
@@ -125,14 +125,16 @@ def main() -> None:
             "bound, both cores": Workers(__file__, "bound, in step", 2),
         }
         times = {
-            setting: alternated(
+            setting: measure_in_turn(
                 {
                     **{
-                        f"{row}, {setting} [ms]": ours(ranks, row, setting, Path(folder))
+                        f"{row}, {setting} [ms]": make_training_measure(
+                            ranks, row, setting, Path(folder)
+                        )
                         for row in ROWS
                     },
                     **{
-                        f"{name}, {setting} [ms]": theirs(workers, setting)
+                        f"{name}, {setting} [ms]": make_loop_measure(workers, setting)
                         for name, workers in peers.items()
                     },
                 },
@@ -150,7 +152,7 @@ def main() -> None:
             for setting, found in times.items()
         },
     )
-    memory(bench)
+    measure_memory(bench)
     bench.finish()
 
 
@@ -202,15 +204,17 @@ def report(bench: Bench, times: dict[Setting, dict[str, list[float]]]) -> None:
 
 
 # ---- memory ----------------------------------------------------------------------------------
-def memory(bench: Bench) -> None:
+def measure_memory(bench: Bench) -> None:
     setting = Setting(2048, 256, adam=True)
     ddp = Workers(__file__, "gloo", 4)
     with tempfile.TemporaryDirectory() as folder, Launcher(4) as ranks:
         ranks.run(idle, size=4)
-        pids = processes(ranks)
+        pids = list_processes(ranks)
         found = {
-            "DDP": peak(ddp.pids, lambda: ddp.ask(setting)),
-            "data(4)": peak(pids, ours(ranks, "data(4)", setting, Path(folder))),
+            "DDP": measure_peak(ddp.pids, lambda: ddp.ask(setting)),
+            "data(4)": measure_peak(
+                pids, make_training_measure(ranks, "data(4)", setting, Path(folder))
+            ),
         }
     ddp.close()
     bench.measured["memory [MB]"] = {
@@ -234,26 +238,26 @@ def idle(world: object) -> None:
     """Do nothing, so that the memory of an idle rank can be measured."""
 
 
-def processes(ranks: Launcher) -> list[int]:
+def list_processes(ranks: Launcher) -> list[int]:
     """Return the pids of paragrad's ranks and of the fork server."""
     return [*(process.pid for process in ranks.processes), get_fork_server().popen.pid]
 
 
-def peak(pids: list[int], train: Callable[[], object]) -> tuple[int, int]:
+def measure_peak(pids: list[int], train: Callable[[], object]) -> tuple[int, int]:
     """Train, and return the proportional set size of some processes in bytes: before the training,
     and the largest value during it.
     """
-    before = proportional(pids)
+    before = read_proportional_size(pids)
     most = before
     running = threading.Thread(target=train)
     running.start()
     while running.is_alive():
-        most = max(most, proportional(pids))
+        most = max(most, read_proportional_size(pids))
         running.join(0.02)
     return before, most
 
 
-def proportional(pids: list[int]) -> int:
+def read_proportional_size(pids: list[int]) -> int:
     return sum(
         1024 * int(line.split()[1])
         for pid in pids
@@ -263,7 +267,7 @@ def proportional(pids: list[int]) -> int:
 
 
 # ---- in a rank -------------------------------------------------------------------------------
-def loop(kind: str, setting: Setting) -> Loop:
+def build_loop(kind: str, setting: Setting) -> Loop:
     model = setting.model()
     rank = dist.get_rank()
     parts = 2 if "bound" in kind else dist.get_world_size()
@@ -278,7 +282,9 @@ def loop(kind: str, setting: Setting) -> Loop:
         return inputs[mine], targets[mine]
 
     return Loop(
-        setting.optimizer(model.parameters()), backward_of(net, nn.functional.cross_entropy), batch
+        setting.optimizer(model.parameters()),
+        make_backward(net, nn.functional.cross_entropy),
+        batch,
     )
 
 

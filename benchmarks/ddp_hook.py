@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from common import Bench, alternated, ratios
+from common import Bench, measure_in_turn, ratios
 from workers import Workers, serve_backwards
 
 OWN = "DDP's own"
@@ -25,7 +25,7 @@ BATCH = 64
 def main() -> None:
     bench = Bench(__doc__)
     workers = Workers(__file__, "gloo", 2)
-    times = alternated(
+    times = measure_in_turn(
         {name: (lambda name=name: max(workers.ask(name))) for name in NAMES}, bench.rounds(50, 10)
     )
     workers.close()
@@ -38,13 +38,13 @@ def main() -> None:
 
 
 # ---- in a rank -------------------------------------------------------------------------------
-def worker(address: str) -> None:
+def run_worker(address: str) -> None:
     import torch
     from torch import nn
 
     import paragrad as pg
 
-    def made(name: str) -> nn.Module:
+    def build_model(name: str) -> nn.Module:
         torch.manual_seed(0)
         model = nn.parallel.DistributedDataParallel(
             nn.Sequential(
@@ -55,16 +55,16 @@ def worker(address: str) -> None:
             model.register_comm_hook(*pg.hook(name))
         return model
 
-    def losses() -> Callable[[nn.Module], torch.Tensor]:
+    def make_loss() -> Callable[[nn.Module], torch.Tensor]:
         inputs = torch.randn(BATCH, 784)
         targets = torch.randint(10, (BATCH,))
         return lambda model: nn.functional.cross_entropy(model(inputs), targets)
 
-    serve_backwards(address, lambda: {name: made(name) for name in NAMES}, losses)
+    serve_backwards(address, lambda: {name: build_model(name) for name in NAMES}, make_loss)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
-        worker(sys.argv[3])
+        run_worker(sys.argv[3])
     else:
         main()

@@ -292,7 +292,7 @@ JOBS = {
 }
 
 
-def digest_of(folder: Path) -> str:
+def compute_digest(folder: Path) -> str:
     """Return the SHA-256 of names, types and bytes of the trained model, in the order of names."""
     digest = hashlib.sha256()
     for name, tensor in sorted(load_file(folder / "model.safetensors").items()):
@@ -305,7 +305,7 @@ def train_digest(job: pg.Job, strategy: str) -> str:
     """Train, and return the digest; or "refused", or "failed" and the type of the error."""
     with tempfile.TemporaryDirectory() as runs:
         try:
-            return digest_of(Path(pg.train(job, strategy, runs=runs).folder))
+            return compute_digest(Path(pg.train(job, strategy, runs=runs).folder))
         except pg.Refused:
             return "refused"
         except pg.RankFailed as error:

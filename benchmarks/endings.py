@@ -135,11 +135,21 @@ def draw_servers(seed: int, number: int) -> Plan:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
-    parser.add_argument("--endings", type=int, default=60, help="refusals, faults and kills")
-    parser.add_argument("--signals", type=int, default=0, help="signals to runs that stand still")
-    parser.add_argument("--servers", type=int, default=0, help="deaths under torchrun, by hand")
-    parser.add_argument("--seed", type=int, help="the seed; drawn and printed if there is none")
-    parser.add_argument("--only", type=int, metavar="NUMBER", help="the ending of this number")
+    parser.add_argument(
+        "--endings", type=int, default=60, help="number of refusals, faults and kills"
+    )
+    parser.add_argument(
+        "--signals", type=int, default=0, help="number of signals to runs that stand still"
+    )
+    parser.add_argument(
+        "--servers", type=int, default=0, help="number of deaths of workers and servers"
+    )
+    parser.add_argument(
+        "--seed", type=int, help="seed of the random choices (default: a random one)"
+    )
+    parser.add_argument(
+        "--only", type=int, metavar="NUMBER", help="run only the ending with this number"
+    )
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from kill_ending import HERE, LIMIT, TORCHS_OWN, Astray, Here, place
+from kill_ending import HERE, LIMIT, TORCHS_OWN, TrainingFailed, Workspace, make_workspace
 
 sys.path.append(str(HERE.parent / "tests" / "helpers"))
 from refused_rows import JOB_FILES, split_command
@@ -135,7 +135,7 @@ def run_plan(plan: Plan) -> Ending:
     """Run a plan and judge its ending."""
     ending = Ending(plan)
     shared = set(os.listdir("/dev/shm"))
-    with place("auto") as here:
+    with make_workspace("auto") as here:
         runs = here.folder / "runs"
         runs.mkdir()
         try:
@@ -143,14 +143,14 @@ def run_plan(plan: Plan) -> Ending:
                 run_servers(plan, here, runs, ending)
             else:
                 run_command(plan, here, runs, ending)
-        except (Astray, subprocess.TimeoutExpired) as error:
+        except (TrainingFailed, subprocess.TimeoutExpired) as error:
             ending.wrong.append(f"{type(error).__name__}: {error}"[:300])
-        if left := here.gone(SETTLE):
+        if left := here.wait_until_gone(SETTLE):
             ending.wrong.append(f"processes left: {[describe_process(pid) for pid in left]}")
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            here.gone(SETTLE)
+            here.wait_until_gone(SETTLE)
         partial = [path.name for path in runs.rglob("*.partial")] if plan.what != "launcher" else []
         temporary = [
             path.name
@@ -166,7 +166,7 @@ def run_plan(plan: Plan) -> Ending:
                 ending.wrong.append(f"{what}: {sorted(names)}")
         if ending.wrong:
             outputs = sorted(here.folder.glob("printed*"))
-            ending.printed = "\n".join(here.printed(path.name)[-3000:] for path in outputs)
+            ending.printed = "\n".join(here.read_output(path.name)[-3000:] for path in outputs)
     return ending
 
 
@@ -183,11 +183,11 @@ def describe_process(pid: int) -> str:
     """Return the command line of a process."""
     with contextlib.suppress(OSError):
         return f"{pid} {Path(f'/proc/{pid}/cmdline').read_text()[-80:]!r}"
-    return f"{pid}, gone since"
+    return f"{pid}, which has ended since"
 
 
 # ---- one command -----------------------------------------------------------------------------
-def run_command(plan: Plan, here: Here, runs: Path, ending: Ending) -> None:
+def run_command(plan: Plan, here: Workspace, runs: Path, ending: Ending) -> None:
     """Run one command, send the signals of the plan, and judge what it prints."""
     environment, words, folder = plan.environment, plan.list_words(runs), here.folder
     if plan.kind == "refusal":
@@ -197,26 +197,28 @@ def run_command(plan: Plan, here: Here, runs: Path, ending: Ending) -> None:
     with here.start([*COMMAND, *words], environment, cwd=folder) as running:
         if plan.signals:
             sent, began = send_signals(plan, here, running)
-            if plan.kind == "signal" and (left := here.gone(END)):
-                ending.wrong.append(f"after {END:g} s still there: {len(left)} process(es)")
+            if plan.kind == "signal" and (left := here.wait_until_gone(END)):
+                ending.wrong.append(f"{len(left)} process(es) still run {END:g} s after the signal")
                 ending.seconds = time.monotonic() - began
         ending.code = running.wait(LIMIT)
-        left = here.gone(SETTLE)
+        left = here.wait_until_gone(SETTLE)
         if plan.signals and not ending.wrong:
             ending.seconds = time.monotonic() - began
             if ending.seconds > END and plan.what != "rank":  # some runs continue without a rank
-                ending.wrong.append(f"it took {ending.seconds:.1f} s to the end")
+                ending.wrong.append(f"the run ended only after {ending.seconds:.1f} s")
         if left:
-            ending.wrong.append(f"{len(left)} process(es) {SETTLE:g} s after the command's end")
-    printed = here.printed()
+            ending.wrong.append(f"{len(left)} process(es) still run {SETTLE:g} s after the end")
+    printed = here.read_output()
     finished = "\nrecord: " in printed
     judge_code(plan, ending, sent, finished)
     judge_output(plan, ending, printed, sent)
     if plan.kind == "refusal" and list(runs.iterdir()):
-        ending.wrong.append("it left a folder of a run")
+        ending.wrong.append("the refused command left the folder of a run")
 
 
-def send_signals(plan: Plan, here: Here, running: subprocess.Popen[bytes]) -> tuple[bool, float]:
+def send_signals(
+    plan: Plan, here: Workspace, running: subprocess.Popen[bytes]
+) -> tuple[bool, float]:
     """Wait for the moment of the plan and send its signals.
 
     Returns:
@@ -238,12 +240,12 @@ def send_signals(plan: Plan, here: Here, running: subprocess.Popen[bytes]) -> tu
     return sent, began
 
 
-def wait_for(here: Here, name: str, running: subprocess.Popen[bytes]) -> None:
+def wait_for(here: Workspace, name: str, running: subprocess.Popen[bytes]) -> None:
     """Wait for a file of the job, or for the end of the command."""
     until = time.monotonic() + LIMIT
     while not (here.folder / name).exists() and running.poll() is None:
         if time.monotonic() > until:
-            raise Astray(f"the file {name} did not come")
+            raise TrainingFailed(f"the job did not write the file {name}")
         time.sleep(0.01)
 
 
@@ -255,13 +257,13 @@ def find_rank(plan: Plan, running: subprocess.Popen[bytes]) -> int | None:
         below = [
             pid for server in children.get(running.pid, []) for pid in children.get(server, [])
         ]
-        if ranks := sorted(filter(leads_group, below)):
+        if ranks := sorted(filter(is_group_leader, below)):
             return ranks[plan.target % len(ranks)]
         time.sleep(0.01)
     return None
 
 
-def leads_group(pid: int) -> bool:
+def is_group_leader(pid: int) -> bool:
     """Return whether a process leads a process group. Ranks do; processes in which the fork server
     tries something do not.
     """
@@ -320,7 +322,7 @@ def judge_output(plan: Plan, ending: Ending, printed: str, sent: bool) -> None:
     wanted = 0 if ending.code in (0, -signal.SIGKILL) else 1
     if len(messages) != wanted:
         said = [lines[number][:150] for number in messages]
-        ending.wrong.append(f"{len(messages)} messages in place of {wanted}: {said}")
+        ending.wrong.append(f"{len(messages)} messages instead of {wanted}: {said}")
     elif messages and messages[0] != len(lines) - 1 and plan.kind != "refusal":
         after = lines[messages[0] + 1 :]
         ending.wrong.append(f"{len(after)} line(s) after the message: {after[:2]}")
@@ -336,11 +338,11 @@ def judge_output(plan: Plan, ending: Ending, printed: str, sent: bool) -> None:
     if printed.count("Traceback (most recent call last)") > (plan.kind == "fault"):
         ending.wrong.append("a traceback")
     if noise := NOISE.search(printed):
-        ending.wrong.append(f"noise: {noise[0]!r}")
+        ending.wrong.append(f"unexpected output: {noise[0]!r}")
 
 
 # ---- ranks that were started by torchrun, or by hand -----------------------------------------
-def run_servers(plan: Plan, here: Here, runs: Path, ending: Ending) -> None:
+def run_servers(plan: Plan, here: Workspace, runs: Path, ending: Ending) -> None:
     """Kill a worker or a server. All other processes must end soon, and name the one that died."""
     workers, servers = int(plan.strategy[7]), 2 if "servers=2" in plan.strategy else 1
     size = workers + servers
@@ -369,18 +371,20 @@ def run_servers(plan: Plan, here: Here, runs: Path, ending: Ending) -> None:
             first.wait(plan.delay)
         pid = ranks[victim].pid if plan.by_hand else find_launched(victim, first.pid)
         if pid is None or first.poll() is not None:
-            raise Astray(f"the run ended before the kill: {first.poll()}")
+            raise TrainingFailed(f"the run ended before the kill: {first.poll()}")
         os.kill(pid, signal.SIGKILL)
         began = time.monotonic()
-        if left := here.gone(END):
+        if left := here.wait_until_gone(END):
             names = ", ".join(map(describe_process, left))
-            ending.wrong.append(f"{len(left)} process(es) {END:g} s after the kill: {names}")
+            ending.wrong.append(
+                f"{len(left)} process(es) still run {END:g} s after the kill: {names}"
+            )
         ending.seconds = time.monotonic() - began
         ending.code = first.poll()
     named = re.compile(rf"(\brank {victim}\b|\b{role}\b).*{DEATH}|{DEATH}.*\brank {victim}\b")
     outputs = [f"printed{rank}" for rank in range(size) if rank != victim]
     for output in outputs if plan.by_hand else ["printed"]:
-        text = here.printed(output)
+        text = here.read_output(output)
         said = [line for line in text.splitlines() if line.startswith("paragrad: ")]
         said = [line for line in said if not NOTICES.match(line)]
         if not any(map(named.search, said)):

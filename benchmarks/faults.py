@@ -43,12 +43,11 @@ from typing import Any
 
 import torch
 from common import Bench
-from pages import DOCS, FIGURES, filled, table
+from pages import DOCS, FIGURES, fill_block, table
 
 import paragrad as pg
 from paragrad.launch import process_pool
-from paragrad.launch.processes import RankProcess
-from paragrad.launch.processes import get_fork_server as processes_of
+from paragrad.launch.processes import RankProcess, get_fork_server
 from paragrad.loops import failure_recovery, queue_coordinator
 from paragrad.parallel.server.curve_keys import (
     PUBLIC_SUFFIX,
@@ -72,7 +71,7 @@ _started: list[tuple[int, RankProcess]] = []
 _joined: list[subprocess.Popen[bytes]] = []
 
 
-class Watched(process_pool.ProcessPool):
+class RecordingPool(process_pool.ProcessPool):
     """A process pool that records which processes it started."""
 
     def start_task(
@@ -82,7 +81,7 @@ class Watched(process_pool.ProcessPool):
         _started.append((number, self.members[number]))
 
 
-class Open(queue_coordinator.QueueCoordinator):
+class OpenCoordinator(queue_coordinator.QueueCoordinator):
     """A queue coordinator that records the address at which workers can join.
 
     limit: seconds for a ticket; 0 for the limit of the sockets.
@@ -98,11 +97,13 @@ class Open(queue_coordinator.QueueCoordinator):
 
     def announce_join_address(self, address: Address) -> None:
         super().announce_join_address(address)
-        Open.key = self.folder / "training.key"
-        Open.address = address.endpoint
+        OpenCoordinator.key = self.folder / "training.key"
+        OpenCoordinator.address = address.endpoint
 
 
-def visit(seed: int, data: str, keys: Path, draws: random.Random, over: threading.Event) -> None:
+def disturb_with_joins(
+    seed: int, data: str, keys: Path, draws: random.Random, over: threading.Event
+) -> None:
     """Make one change every second or two until the training is over.
 
     A worker joins, or a joined worker is killed, stopped or asked to leave, or one of the
@@ -135,11 +136,13 @@ def visit(seed: int, data: str, keys: Path, draws: random.Random, over: threadin
             if number < 4 and process.code is None and process.pid
         ]
         what = draws.choice(("join", "join", "kill", "stop", "leave", "own"))
-        if what == "join" and len(there) < GUESTS and Open.address:
-            words[4] = Open.address
+        if what == "join" and len(there) < GUESTS and OpenCoordinator.address:
+            words[4] = OpenCoordinator.address
             _joined.append(
                 subprocess.Popen(
-                    [*words, str(Open.key)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+                    [*words, str(OpenCoordinator.key)],
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
                 )
             )
         elif what == "own" and own:
@@ -182,22 +185,26 @@ def disturb(
             victim.send_signal(signal.SIGCONT)
 
 
-def trained(text: str, seed: int, data: str, folder: str, kind: str | None) -> dict[str, Any]:
+def train_disturbed(
+    text: str, seed: int, data: str, folder: str, kind: str | None
+) -> dict[str, Any]:
     """Train once, with disturbances of a kind, and return numbers from the record of the run."""
     job = pg.job("mnist-mlp").replace(epochs=1, seed=seed)
     chosen = pg.strategy(text)
     over = threading.Event()
     _started.clear()
     _joined.clear()
-    Open.address = ""
-    Open.limit = LIMIT if kind in ("worker stopped", "workers joining") else 0.0
+    OpenCoordinator.address = ""
+    OpenCoordinator.limit = LIMIT if kind in ("worker stopped", "workers joining") else 0.0
     thread = threading.Thread(
         target=disturb, args=(kind, chosen.workers, chosen.servers, random.Random(seed), over)
     )
     more: dict[str, Any] = {}
     if kind == "workers joining":
         keys = Path(folder) / f"me{SECRET_SUFFIX}"
-        thread = threading.Thread(target=visit, args=(seed, data, keys, random.Random(seed), over))
+        thread = threading.Thread(
+            target=disturb_with_joins, args=(seed, data, keys, random.Random(seed), over)
+        )
         more = {"listen": "127.0.0.1", "allow": Path(folder) / "allow", "pace": PACE}
         if not keys.exists():
             more["allow"].mkdir()
@@ -210,7 +217,7 @@ def trained(text: str, seed: int, data: str, folder: str, kind: str | None) -> d
         over.set()
         if kind:
             thread.join()
-        stayed = sum(map(stays, _joined))
+        stayed = sum(map(is_still_running, _joined))
     record = Record(run.folder)
     served = [
         line for rank in range(len(record.ranks)) for line in record.select_lines("server", rank)
@@ -238,7 +245,7 @@ def trained(text: str, seed: int, data: str, folder: str, kind: str | None) -> d
     }
 
 
-def stays(joiner: subprocess.Popen[bytes]) -> bool:
+def is_still_running(joiner: subprocess.Popen[bytes]) -> bool:
     """Return whether a joined worker runs for too long after the end of its training."""
     try:
         joiner.wait(6 * ALONE)
@@ -249,7 +256,7 @@ def stays(joiner: subprocess.Popen[bytes]) -> bool:
         return True
 
 
-def apart(seed: int, data: str, folder: str) -> dict[str, Any]:
+def measure_bsp_difference(seed: int, data: str, folder: str) -> dict[str, Any]:
     """Train 200 steps under bsp while six processes are killed, one every one to three seconds.
 
     Return how far the parameters are from serial's.
@@ -291,11 +298,11 @@ def apart(seed: int, data: str, folder: str) -> dict[str, Any]:
     }
 
 
-def under_bsp(bench: Bench, folder: str, rounds: int) -> str:
+def measure_bsp(bench: Bench, folder: str, rounds: int) -> str:
     """Add the figure for bsp, and return the sentence for the page."""
     found = []
     for seed in range(rounds):
-        found.append(apart(seed, bench.options.data, folder))
+        found.append(measure_bsp_difference(seed, bench.options.data, folder))
         print(f"{BSP} {seed}: {found[-1]}", flush=True)
     bench.measured["bsp"] = found
     away = max(one["away"] if one["steps"] == 200 else float("inf") for one in found)
@@ -310,7 +317,7 @@ def under_bsp(bench: Bench, folder: str, rounds: int) -> str:
     )
 
 
-def left_over() -> int:
+def count_leftovers() -> int:
     """Count the ranks that still run below this process, and what its trainings left in its folder."""
     processes = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
     ranks = [
@@ -318,11 +325,11 @@ def left_over() -> int:
         for parent in processes
         for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
     ]
-    return len(ranks) + len(glob.glob(f"{processes_of().folder}/**/queue", recursive=True))
+    return len(ranks) + len(glob.glob(f"{get_fork_server().folder}/**/queue", recursive=True))
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data", default=os.environ.get("PARAGRAD_DATA"), help="folder of mnist")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--data", default=os.environ.get("PARAGRAD_DATA"), help="folder with MNIST")
     parser.add_argument(
         "--page",
         action="store_true",
@@ -331,19 +338,19 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def main() -> None:
-    bench = Bench(__doc__, options)
+    bench = Bench(__doc__, add_options)
     found = dict[str, list[dict[str, Any]]]()
     missing = 0
-    queue_coordinator.ProcessPool = Watched  # type: ignore[misc]
-    failure_recovery.ProcessPool = Watched
-    queue_coordinator.QueueCoordinator = Open  # type: ignore[misc]
+    queue_coordinator.ProcessPool = RecordingPool  # type: ignore[misc]
+    failure_recovery.ProcessPool = RecordingPool
+    queue_coordinator.QueueCoordinator = OpenCoordinator  # type: ignore[misc]
     rounds = bench.rounds(20, quick=2)
     with tempfile.TemporaryDirectory() as folder:
         for kind, syncs in {"undisturbed": ("asp",), **KINDS}.items():
             for number in range(3 if kind == "undisturbed" else rounds):
                 text = f"server(4, servers=2, sync={syncs[number % len(syncs)]})"
                 try:
-                    one = trained(
+                    one = train_disturbed(
                         text,
                         number,
                         bench.options.data,
@@ -356,7 +363,7 @@ def main() -> None:
                     continue
                 found.setdefault(kind, []).append(one)
                 print(f"{kind} {number}: {text} {one}", flush=True)
-        told = under_bsp(bench, folder, rounds)
+        told = measure_bsp(bench, folder, rounds)
     bench.measured["runs"] = found
     every = [one for kind, ones in found.items() if kind != "undisturbed" for one in ones]
     bench.figure("runs that did not end", missing, at_most=0)
@@ -382,7 +389,7 @@ def main() -> None:
         at_most=5,
     )
     bench.figure("who joined and did not end", sum(one["stayed"] for one in every), at_most=0)
-    bench.figure("left over", left_over(), at_most=0)
+    bench.figure("left over", count_leftovers(), at_most=0)
     if bench.options.page:
         bench.keep(RESULTS)
         rows = [
@@ -408,7 +415,7 @@ def main() -> None:
             "updates lost",
             "s without a step, most",
         ]
-        PAGE.write_text(filled(PAGE.read_text(), "faults", f"{table(head, rows)}\n\n{told}"))
+        PAGE.write_text(fill_block(PAGE.read_text(), "faults", f"{table(head, rows)}\n\n{told}"))
     bench.finish()
 
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from common import Bench
-from pages import DOCS, FIGURES, filled, table
+from pages import DOCS, FIGURES, fill_block, table
 
 import paragrad as pg
 from paragrad.record.record import Record
@@ -41,18 +41,18 @@ PAGE = DOCS / "results" / "federated.md"
 RESULTS = FIGURES / "federated.json"
 
 
-def job(seed: int) -> pg.Job:
+def make_job(seed: int) -> pg.Job:
     return pg.job("mnist-mlp").replace(
         batch=20, seed=seed, scheduler=None, optimizer=partial(torch.optim.SGD, lr=0.1)
     )
 
 
-def trained(
+def train_once(
     split: str, fraction: float, seed: int, rounds: int, workers: int, data: str | None, folder: str
 ) -> dict[str, Any]:
     """Train once, and return numbers from the record of the run."""
     text = f"federated({workers}, clients=100, fraction={fraction}, rounds={rounds}, split={split})"
-    run = pg.train(job(seed), text, runs=folder, data=data, until=f"accuracy={GOAL:g}")
+    run = pg.train(make_job(seed), text, runs=folder, data=data, until=f"accuracy={GOAL:g}")
     record = Record(run.folder, spans=False)
     every = [
         line for rank in range(len(record.ranks)) for line in record.select_lines("epoch", rank)
@@ -74,11 +74,11 @@ def trained(
     }
 
 
-def told(bench: Bench) -> str:
+def build_table(bench: Bench) -> str:
     """Return the table of the page."""
     found = bench.measured["runs"]
 
-    def cell(split: str, fraction: float) -> str:
+    def format_cell(split: str, fraction: float) -> str:
         ones = found[f"{split}, {fraction}"]
         reached = [one["rounds"] for one in ones if one["rounds"] is not None]
         best = f"best {mean(max(one['tests']) for one in ones):.1f} %"
@@ -93,12 +93,15 @@ def told(bench: Bench) -> str:
 
     return table(
         ["split", *(f"`fraction={fraction}`" for fraction in FRACTIONS)],
-        [[f"`{split}`", *(cell(split, fraction) for fraction in FRACTIONS)] for split in SPLITS],
+        [
+            [f"`{split}`", *(format_cell(split, fraction) for fraction in FRACTIONS)]
+            for split in SPLITS
+        ],
     )
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data", default=os.environ.get("PARAGRAD_DATA"), help="folder of mnist")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--data", default=os.environ.get("PARAGRAD_DATA"), help="folder with MNIST")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument(
         "--page",
@@ -108,7 +111,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def main() -> None:
-    bench = Bench(__doc__, options)
+    bench = Bench(__doc__, add_options)
     found = dict[str, list[dict[str, Any]]]()
     seeds = bench.rounds(3, quick=1)
     most = 30 if bench.options.quick else MOST
@@ -116,7 +119,7 @@ def main() -> None:
         for split in SPLITS:
             for fraction in FRACTIONS:
                 for seed in range(seeds):
-                    one = trained(
+                    one = train_once(
                         split,
                         fraction,
                         seed,
@@ -143,7 +146,7 @@ def main() -> None:
     )
     if bench.options.page:
         bench.keep(RESULTS)
-        PAGE.write_text(filled(PAGE.read_text(), "rounds", told(bench)))
+        PAGE.write_text(fill_block(PAGE.read_text(), "rounds", build_table(bench)))
     bench.finish()
 
 

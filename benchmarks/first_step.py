@@ -57,7 +57,7 @@ ZOO = Path(__file__).parent.parent / "tests" / "zoo"
 STRATEGIES = ("serial(threads=1)", "data(2)")
 
 
-def gpt2() -> nn.Module:
+def build_gpt2() -> nn.Module:
     from zoo_libraries import foreign
 
     library = foreign("transformers")
@@ -66,7 +66,7 @@ def gpt2() -> nn.Module:
     )
 
 
-def job(name: str, data: str | None = None) -> pg.Job:
+def make_job(name: str, data: str | None = None) -> pg.Job:
     """Return a job by its name. Jobs of MNIST have 1,024 samples in memory, because reading the
     files would take ten times as long as the measured time.
     """
@@ -93,7 +93,7 @@ def job(name: str, data: str | None = None) -> pg.Job:
 
     return pg.Job(
         name="gpt2",
-        model=gpt2,
+        model=build_gpt2,
         loss=loss,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
         train=Lines(),
@@ -102,20 +102,20 @@ def job(name: str, data: str | None = None) -> pg.Job:
     )
 
 
-def measured(data: str | None, quick: bool) -> dict[str, Any]:
+def measure_jobs(data: str | None, quick: bool) -> dict[str, Any]:
     """Measure each job, and return its seconds: from the call to the first update, with and without
     the check, and of later steps under each strategy.
     """
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder, Launcher(2) as ranks:
         for name in JOBS[:2] if quick else JOBS:
-            made = job(name, data)
+            made = make_job(name, data)
             numbers: dict[str, Any] = {"first": []}
             if hasattr(Settings, "skip_first_step_check"):
                 numbers["unchecked"] = []
             for number in range(REPEATS + 1):
                 for kind in [key for key in numbers if key != "steps"]:
-                    more = {"unchecked": True} if kind == "unchecked" else {}
+                    more = {"skip_first_step_check": True} if kind == "unchecked" else {}
                     place = Path(folder, f"{name}-{kind}-{number}".replace(" ", "-"))
                     place.mkdir()
                     begun = time.monotonic()
@@ -140,8 +140,8 @@ def measured(data: str | None, quick: bool) -> dict[str, Any]:
     return found
 
 
-def asked(source: Path, data: str | None, quick: bool) -> dict[str, Any]:
-    """Run `measured` in a separate process, with the code of a checkout."""
+def measure_checkout(source: Path, data: str | None, quick: bool) -> dict[str, Any]:
+    """Run `measure_jobs` in a separate process, with the code of a checkout."""
     words = [
         sys.executable,
         __file__,
@@ -161,7 +161,7 @@ def asked(source: Path, data: str | None, quick: bool) -> dict[str, Any]:
     return json.loads(result.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
 
-def drawing(features: int) -> tuple[Callable[[], float], Callable[[], float]]:
+def make_draw_measures(features: int) -> tuple[Callable[[], float], Callable[[], float]]:
     """Return two functions that measure a serial step in milliseconds: with keyed draws, and with
     torch's own.
     """
@@ -200,28 +200,31 @@ def drawing(features: int) -> tuple[Callable[[], float], Callable[[], float]]:
 
 
 def main() -> None:
-    def options(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--data", metavar="DIR", help="where MNIST is")
+    def add_options(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--data", metavar="DIR", help="folder with MNIST")
         parser.add_argument(
-            "--against", type=Path, metavar="DIR", help="a checkout of another commit"
+            "--against",
+            type=Path,
+            metavar="DIR",
+            help="compare with this checkout of another commit",
         )
         parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
 
-    bench = Bench(__doc__, options)
+    bench = Bench(__doc__, add_options)
     data = bench.options.data
     quick = bench.quick
     against = bench.options.against
     if bench.options.one:
-        print(json.dumps(measured(data, quick)))
+        print(json.dumps(measure_jobs(data, quick)))
         return
     torch.set_num_threads(1)
     here = Path(__file__).parent.parent
     ours = []
     theirs = []
     for number in range(bench.rounds(5, quick=2)):
-        ours.append(asked(here, data, quick))
+        ours.append(measure_checkout(here, data, quick))
         if against:
-            theirs.append(asked(against.resolve(), data, quick))
+            theirs.append(measure_checkout(against.resolve(), data, quick))
         print(f"round {number + 1}: {ours[-1]}", file=sys.stderr, flush=True)
     bench.measured = {"here": ours, "against": theirs}
     for name in ours[0]:
@@ -247,7 +250,7 @@ def main() -> None:
                 at_most=max(1.03, spread),
             )
     for features, bar in ((256, 1.10), (1024, 1.03)):
-        keyed, own = drawing(features)
+        keyed, own = make_draw_measures(features)
         pairs = [(keyed(), own()) for _ in range(bench.rounds(15, quick=5))]
         bench.measured[f"draws, {features} features [ms]"] = pairs
         bench.figure(

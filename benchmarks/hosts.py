@@ -242,7 +242,7 @@ class Cluster:
 
         Raises HostFailed if a program fails, or is not done after `timeout` seconds.
         """
-        ended = _ended(programs, time.monotonic() + timeout)
+        ended = _wait_for_programs(programs, time.monotonic() + timeout)
         failed = [program for program in ended if program.process.returncode]
         late = [program for program in programs if program not in ended]
         if failed or late:
@@ -281,12 +281,14 @@ class Cluster:
         ends = [host.inside(["tc", "-s", "qdisc", "show", "dev", INTERFACE]) for host in self.hosts]
         ends.append(["nsenter", f"--net=/proc/{self._switch}/ns/net", "tc", "-s", "qdisc", "show"])
         dropped = sum(
-            int(count) for words in ends for count in re.findall(r"dropped (\d+)", _done(words))
+            int(count)
+            for words in ends
+            for count in re.findall(r"dropped (\d+)", _run_command(words))
         )
         counters = [
             host.inside(["nstat", "--json", "-asz", OVERTAKEN, NO_ROOM]) for host in self.hosts
         ]
-        counted = [json.loads(_done(words))["kernel"] for words in counters]
+        counted = [json.loads(_run_command(words))["kernel"] for words in counters]
         return {
             "packets dropped": dropped + sum(each[NO_ROOM] for each in counted),
             "packets out of order": sum(each[OVERTAKEN] for each in counted),
@@ -306,14 +308,14 @@ def hosts(count: int, megabits: float | None = None) -> Iterator[Cluster]:
     with ExitStack() as stack:
         # this runs last: by then the system has killed all processes of the hosts
         stack.callback(_reap, programs)
-        switch = stack.enter_context(_held(["--net", "--mount"], DEVICES))
+        switch = stack.enter_context(_hold_namespaces(["--net", "--mount"], DEVICES))
         on_switch = ["nsenter", f"--net=/proc/{switch}/ns/net", f"--mount=/proc/{switch}/ns/mnt"]
-        _made(
+        _run_or_refuse(
             "a bridge",
             "CONFIG_BRIDGE",
             [*on_switch, "ip", "link", "add", "switch", "type", "bridge"],
         )
-        _done([*on_switch, "ip", "link", "set", "switch", "up"])
+        _run_command([*on_switch, "ip", "link", "set", "switch", "up"])
         addresses = {f"host{number}": f"10.0.0.{number + 1}" for number in range(count)}
         members = []
         cores = sorted(os.sched_getaffinity(0))
@@ -326,10 +328,12 @@ def hosts(count: int, megabits: float | None = None) -> Iterator[Cluster]:
                     name,
                     address,
                     mine,
-                    stack.enter_context(_held(kinds, _prepared(name, addresses))),
+                    stack.enter_context(
+                        _hold_namespaces(kinds, _build_setup_script(name, addresses))
+                    ),
                 )
             )
-            _plugged(members[-1], on_switch, f"port{number}", megabits)
+            _connect_host(members[-1], on_switch, f"port{number}", megabits)
         yield Cluster(members, switch, programs)
 
 
@@ -357,7 +361,7 @@ def check(count: int = 1, megabits: float | None = None) -> None:
         )
 
 
-def _prepared(name: str, addresses: Mapping[str, str]) -> str:
+def _build_setup_script(name: str, addresses: Mapping[str, str]) -> str:
     """Return the shell script that sets up a host: its name, the names of the other hosts, shared
     memory, loopback and TCP.
     """
@@ -373,7 +377,7 @@ def _prepared(name: str, addresses: Mapping[str, str]) -> str:
     )
 
 
-def _plugged(host: Host, on_switch: list[str], port: str, megabits: float | None) -> None:
+def _connect_host(host: Host, on_switch: list[str], port: str, megabits: float | None) -> None:
     """Connect a host to the switch by a cable that is limited at both ends and keeps the order of
     packets.
 
@@ -382,7 +386,7 @@ def _plugged(host: Host, on_switch: list[str], port: str, megabits: float | None
     packets were lost, and sends half as fast for a while. An exchange of 4 MB at 100 Mbit/s then
     took up to 1.07 s instead of 0.62. Therefore one core receives all packets of one end.
     """
-    _made(
+    _run_or_refuse(
         "a veth pair",
         "CONFIG_VETH",
         [
@@ -400,20 +404,20 @@ def _plugged(host: Host, on_switch: list[str], port: str, megabits: float | None
             str(host.holder),
         ],
     )
-    _done([*on_switch, "ip", "link", "set", port, "master", "switch", "up"])
-    _done(host.inside(["ip", "address", "add", f"{host.address}/24", "dev", INTERFACE]))
-    _done(host.inside(["ip", "link", "set", INTERFACE, "gso_max_size", SEGMENT, "up"]))
+    _run_command([*on_switch, "ip", "link", "set", port, "master", "switch", "up"])
+    _run_command(host.inside(["ip", "address", "add", f"{host.address}/24", "dev", INTERFACE]))
+    _run_command(host.inside(["ip", "link", "set", INTERFACE, "gso_max_size", SEGMENT, "up"]))
     for words, device in ((on_switch, port), (host.inside([]), INTERFACE)):
         core = f"{1 << host.cores[0] % 32:x}" + ",00000000" * (host.cores[0] // 32)
         file = f"/sys/class/net/{device}/queues/rx-0/rps_cpus"
         # the file does not exist if there is only one core
-        _done([*words, "sh", "-ec", f"if [ -e {file} ]; then echo {core} > {file}; fi"])
+        _run_command([*words, "sh", "-ec", f"if [ -e {file} ]; then echo {core} > {file}; fi"])
     if megabits is not None:
         for words in (
             [*on_switch, "tc", "qdisc", "add", "dev", port],
             host.inside(["tc", "qdisc", "add", "dev", INTERFACE]),
         ):
-            _made(
+            _run_or_refuse(
                 "a token bucket (tbf)",
                 "CONFIG_NET_SCH_TBF",
                 [
@@ -431,7 +435,7 @@ def _plugged(host: Host, on_switch: list[str], port: str, megabits: float | None
 
 
 @contextmanager
-def _held(kinds: Sequence[str], script: str) -> Iterator[int]:
+def _hold_namespaces(kinds: Sequence[str], script: str) -> Iterator[int]:
     """Make new namespaces, and set them up by a shell script.
 
     Yields the pid of the process that keeps them alive until its standard input is closed.
@@ -452,7 +456,7 @@ def _held(kinds: Sequence[str], script: str) -> Iterator[int]:
             if not waiting.select(LIMIT) or process.stdout.readline() != b"ready\n":
                 process.stdin.close()
                 process.kill()
-                raise _lacking(
+                raise _explain_failure(
                     "namespaces",
                     "CONFIG_NET_NS, CONFIG_UTS_NS and CONFIG_PID_NS",
                     process.stderr.read().decode(),
@@ -477,7 +481,7 @@ def _reap(programs: Sequence[Program]) -> None:
         program.complaints.close()
 
 
-def _ended(programs: Sequence[Program], deadline: float) -> list[Program]:
+def _wait_for_programs(programs: Sequence[Program], deadline: float) -> list[Program]:
     """Return the programs that ended before the deadline, in the order in which they ended."""
     ended: list[Program] = []
     with ExitStack() as stack:
@@ -499,22 +503,22 @@ def _ended(programs: Sequence[Program], deadline: float) -> list[Program]:
     return ended
 
 
-def _done(words: Sequence[str]) -> str:
+def _run_command(words: Sequence[str]) -> str:
     done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(words)}: {done.stderr.strip()}")
     return done.stdout
 
 
-def _made(what: str, option: str, words: Sequence[str]) -> None:
+def _run_or_refuse(what: str, option: str, words: Sequence[str]) -> None:
     """Run a command that makes something that some kernels do not have."""
     try:
-        _done(words)
+        _run_command(words)
     except RuntimeError as error:
-        raise _lacking(what, option, str(error)) from None
+        raise _explain_failure(what, option, str(error)) from None
 
 
-def _lacking(what: str, option: str, told: str) -> Exception:
+def _explain_failure(what: str, option: str, told: str) -> Exception:
     """Return the exception to raise if the kernel did not make it: Refused if the kernel cannot or
     may not, otherwise a RuntimeError.
     """
@@ -523,7 +527,7 @@ def _lacking(what: str, option: str, told: str) -> Exception:
     ):
         return Refused(
             f"this machine makes no {what.removeprefix('a ')}: {told.strip()}; use a kernel with "
-            f"{option} and, where this is a container, one that may make such (docker run "
+            f"{option}; a container also needs the permission to make it (docker run "
             "--privileged)"
         )
     return RuntimeError(f"{what}: {told.strip()}")
@@ -552,29 +556,30 @@ def measure(size: int, rounds: int) -> None:
     mine = torch.zeros(size // 4)
     taken = [torch.zeros(size // 4) for _ in range(2)]
 
-    def messages(pairs: Sequence[tuple[int, int]]) -> None:
+    def send_messages(pairs: Sequence[tuple[int, int]]) -> None:
         sources = [source for source, goal in pairs if goal == rank]
         works = [dist.irecv(tensor, source) for tensor, source in zip(taken, sources, strict=False)]
         works += [dist.isend(mine, goal) for source, goal in pairs if source == rank]
         for work in works:
             work.wait()
 
-    def seconds(exchange: Callable[[], object]) -> float:
+    def time_exchange(exchange: Callable[[], object]) -> float:
         dist.barrier()
         begun = time.perf_counter()
         exchange()
         dist.barrier()
         return time.perf_counter() - begun
 
-    exchanges = {name: partial(messages, pairs) for name, pairs in PATTERNS.items()}
+    exchanges = {name: partial(send_messages, pairs) for name, pairs in PATTERNS.items()}
     exchanges["all_reduce"] = lambda: dist.all_reduce(mine)
     for exchange in exchanges.values():
         # not timed: this makes connections and opens their windows
         exchange()
     found = {
-        name: [seconds(exchange) for _ in range(rounds)] for name, exchange in exchanges.items()
+        name: [time_exchange(exchange) for _ in range(rounds)]
+        for name, exchange in exchanges.items()
     }
-    found["barrier"] = [seconds(lambda: None) for _ in range(20)]
+    found["barrier"] = [time_exchange(lambda: None) for _ in range(20)]
     if rank == 0:
         print(json.dumps(found))
     dist.barrier()
@@ -586,22 +591,30 @@ def main() -> None:
         measure(*map(int, sys.argv[-2:]))
         return
 
-    def options(parser: argparse.ArgumentParser) -> None:
+    def add_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
-            "--hosts", type=int, default=8, metavar="N", help="at least 3 (default: 8)"
+            "--hosts",
+            type=int,
+            default=8,
+            metavar="N",
+            help="number of hosts, at least 3 (default: 8)",
         )
         parser.add_argument(
             "--megabits",
             type=float,
             default=100.0,
             metavar="RATE",
-            help="per second (default: 100)",
+            help="megabits per second of each link (default: 100)",
         )
         parser.add_argument(
-            "--megabytes", type=int, default=16, metavar="SIZE", help="of a message (default: 16)"
+            "--megabytes",
+            type=int,
+            default=16,
+            metavar="SIZE",
+            help="megabytes of a message (default: 16)",
         )
 
-    bench = Bench(__doc__, options)
+    bench = Bench(__doc__, add_options)
     count = bench.options.hosts
     megabits = bench.options.megabits
     size = bench.options.megabytes * 2**20

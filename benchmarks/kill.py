@@ -52,8 +52,18 @@ from dataclasses import asdict, replace
 from statistics import median
 
 from common import Bench
-from kill_ending import BOUND, GONE, SAME, Ending, Kill, ended, may_mount, place, undisturbed
-from kill_result import Trained
+from kill_ending import (
+    BOUND,
+    GONE,
+    SAME,
+    Ending,
+    Kill,
+    can_mount,
+    make_workspace,
+    run_ending,
+    train_to_end,
+)
+from kill_result import TrainingResult
 from pages import table
 
 COUNT = {
@@ -80,7 +90,7 @@ LAYOUTS = ((2, 1), (4, 2), (2, 0), (4, 3), (4, 0), (4, 1))  # (ranks, the one to
 WHO = ("rank", "server", "launcher", "all")
 
 
-def drawn(kind: str, number: int, seed: int) -> Kill:
+def draw_kill(kind: str, number: int, seed: int) -> Kill:
     """Return the ending of a kind with a given number.
 
     Places, numbers of ranks and the rank to kill are used in turn. The other settings are random.
@@ -117,25 +127,25 @@ class Expected:
 
     def __init__(self, backend: str) -> None:
         self.backend = backend
-        self.made: dict[tuple[int, bool], Trained] = {}
+        self.made: dict[tuple[int, bool], TrainingResult] = {}
 
-    def __call__(self, kill: Kill) -> Trained:
+    def __call__(self, kill: Kill) -> TrainingResult:
         key = kill.ranks, kill.kind == "restart"
         if key not in self.made:
-            with place(self.backend) as here:
-                self.made[key] = undisturbed(replace(kill, loaders=0), here, "runs")
+            with make_workspace(self.backend) as here:
+                self.made[key] = train_to_end(replace(kill, loaders=0), here, "runs")
         return self.made[key]
 
 
 def main() -> None:
-    def options(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--backend", default="auto", help="of the ranks")
-        parser.add_argument("--only", choices=tuple(COUNT), help="one kind of ending")
+    def add_options(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--backend", default="auto", help="backend of the ranks")
+        parser.add_argument("--only", choices=tuple(COUNT), help="run only this kind of ending")
         parser.add_argument(
-            "--seed", type=int, help="of what is drawn by chance, otherwise another in each run"
+            "--seed", type=int, help="seed of the random choices (default: a random one)"
         )
 
-    bench = Bench(__doc__, options)
+    bench = Bench(__doc__, add_options)
     # sys.exit runs the cleanups, which end all processes that this program started
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     count = dict(QUICK if bench.quick else COUNT)
@@ -144,9 +154,9 @@ def main() -> None:
         count = dict.fromkeys(count, bench.options.rounds)
     if bench.options.only:
         count = {bench.options.only: count[bench.options.only]}
-    if "disk" in count and not may_mount():
+    if "disk" in count and not can_mount():
         print(
-            f"left out: {count.pop('disk')} endings on a full disk, which need root to make one",
+            f"left out: {count.pop('disk')} endings on a full disk: only root can mount it",
             file=sys.stderr,
         )
     seed = (
@@ -155,18 +165,24 @@ def main() -> None:
         else random.SystemRandom().randrange(10**6)
     )
     print(f"seed: {seed}", file=sys.stderr)
-    kills = [drawn(kind, number, seed) for kind, each in count.items() for number in range(each)]
+    kills = [
+        draw_kill(kind, number, seed) for kind, each in count.items() for number in range(each)
+    ]
     random.Random(seed).shuffle(kills)
     expected = Expected(bench.options.backend)
     endings = []
     for number, kill in enumerate(kills):
-        endings.append(ended(kill, bench.options.backend, expected))
-        print(f"{number + 1} of {len(kills)}: {told(endings[-1])}", file=sys.stderr, flush=True)
+        endings.append(run_ending(kill, bench.options.backend, expected))
+        print(
+            f"{number + 1} of {len(kills)}: {describe_ending(endings[-1])}",
+            file=sys.stderr,
+            flush=True,
+        )
     bench.measured = {
         "seed": seed,
-        "endings": [{**asdict(ending), "named": ending.named} for ending in endings],
+        "endings": [{**asdict(ending), "named": ending.has_right_message} for ending in endings],
     }
-    figures(bench, endings, None if part else sum(COUNT.values()))
+    add_figures(bench, endings, None if part else sum(COUNT.values()))
     print(
         table(
             [
@@ -174,11 +190,11 @@ def main() -> None:
                 "how many",
                 "seconds until all are gone: median",
                 "longest",
-                "gone on with",
+                "resumed",
                 "largest difference",
             ],
             [
-                row(kind, [ending for ending in endings if ending.kill.kind == kind])
+                format_row(kind, [ending for ending in endings if ending.kill.kind == kind])
                 for kind in count
             ],
         )
@@ -186,10 +202,10 @@ def main() -> None:
     bench.finish()
 
 
-def told(ending: Ending) -> str:
+def describe_ending(ending: Ending) -> str:
     """Return a line of progress, or all details of an ending that is wrong."""
-    if not ending.good:
-        return f"NOT AS IT SHOULD BE: {ending}"
+    if not ending.is_good:
+        return f"BAD ENDING: {ending}"
     kill = ending.kill
     what = (
         f"disk, {kill.spare} bytes left"
@@ -197,18 +213,18 @@ def told(ending: Ending) -> str:
         else f"{kill.kind}, of {kill.who}, {kill.place}"
     )
     resumed = (
-        "nothing saved"
+        "no checkpoint"
         if ending.resumed is None
-        else f"on from step {ending.resumed} with {kill.again}"
+        else f"resumed from step {ending.resumed} with {kill.again} ranks"
     )
     same = "" if ending.difference is None else f", difference {ending.difference:.1e}"
     return (
-        f"{what}; rank {kill.rank} of {kill.ranks}, {kill.loaders} loaders: gone after "
+        f"{what}; rank {kill.rank} of {kill.ranks}, {kill.loaders} loaders: all ended after "
         f"{ending.seconds:.2f} s; {'restarted' if kill.kind == 'restart' else resumed}{same}"
     )
 
 
-def row(kind: str, endings: list[Ending]) -> list[str]:
+def format_row(kind: str, endings: list[Ending]) -> list[str]:
     """Return a row of the table that is printed at the end."""
     times = [ending.seconds for ending in endings]
     same = [ending.difference for ending in endings if ending.difference is not None]
@@ -222,7 +238,7 @@ def row(kind: str, endings: list[Ending]) -> list[str]:
     ]
 
 
-def figures(bench: Bench, endings: list[Ending], wanted: int | None) -> None:
+def add_figures(bench: Bench, endings: list[Ending], wanted: int | None) -> None:
     """Add the figures with their bars. wanted: the number of endings that must have run."""
     bench.figure("endings", len(endings), at_least=wanted)
     for kind in COUNT:
@@ -241,19 +257,21 @@ def figures(bench: Bench, endings: list[Ending], wanted: int | None) -> None:
     same = [ending.difference for ending in endings if ending.difference is not None]
     bench.figure(
         "restarts that did not come to their end",
-        sum(ending.kill.kind == "restart" and not ending.named for ending in endings),
+        sum(ending.kill.kind == "restart" and not ending.has_right_message for ending in endings),
         at_most=0,
     )
     bench.figure(
         "endings that did not name what died",
-        sum(not ending.named for ending in endings),
+        sum(not ending.has_right_message for ending in endings),
         at_most=0,
     )
     bench.figure(
         "trainings that could not go on", sum(bool(ending.wrong) for ending in endings), at_most=0
     )
     bench.figure(
-        "steps lost beyond the last checkpoint", sum(ending.lost for ending in endings), at_most=0
+        "steps lost beyond the last checkpoint",
+        sum(ending.lost_steps for ending in endings),
+        at_most=0,
     )
     bench.figure(
         "difference from an undisturbed training, the largest",

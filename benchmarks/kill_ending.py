@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kill_result import Trained, of_loop, of_run
+from kill_result import TrainingResult, read_loop, read_run
 
 from paragrad.trainer.checkpoint.checkpoint_files import list_checkpoint_folders, read_folder_step
 
@@ -95,7 +95,7 @@ class Ending:
     wrong: str = ""
 
     @property
-    def named(self) -> bool:
+    def has_right_message(self) -> bool:
         """Return whether the message names what died, and nothing else."""
         kill = self.kill
         if kill.who in ("launcher", "all"):
@@ -130,7 +130,7 @@ class Ending:
         )
 
     @property
-    def lost(self) -> int:
+    def lost_steps(self) -> int:
         """Return how many steps were lost, beyond the steps since the last whole checkpoint.
 
         At least the checkpoint before the last one that was due must be whole.
@@ -140,30 +140,30 @@ class Ending:
         return max(0, max(due, self.saved) - (self.resumed or 0))
 
     @property
-    def good(self) -> bool:
+    def is_good(self) -> bool:
         """Return whether everything about this ending is right."""
         left = self.processes or self.shared or self.temporary
         return (
             self.seconds < self.kill.bound
-            and self.named
-            and not (self.wrong or left or self.lost)
+            and self.has_right_message
+            and not (self.wrong or left or self.lost_steps)
             and (self.difference or 0.0) <= SAME
             and self.audited is not False
         )
 
 
-class Astray(Exception):
+class TrainingFailed(Exception):
     """A training did not reach the place, or did not finish."""
 
 
 @dataclass(frozen=True)
-class Here:
+class Workspace:
     """The folders of one ending. Its processes are found by the folder in their environment."""
 
     folder: Path
     backend: str
 
-    def words(self, kill: Kill, runs: str, resume: Path | None = None) -> list[str]:
+    def build_command(self, kill: Kill, runs: str, resume: Path | None = None) -> list[str]:
         """Return the command of a training."""
         if kill.kind == "restart":
             return [
@@ -202,7 +202,7 @@ class Here:
         ]
 
     @contextlib.contextmanager
-    def started(
+    def start_training(
         self, kill: Kill, words: list[str], halts: bool
     ) -> Iterator[subprocess.Popen[bytes]]:
         """Start a training, whose output goes to the file `printed`. At the end all its processes
@@ -243,14 +243,14 @@ class Here:
             try:
                 yield running
             finally:
-                for pid in self.processes():
+                for pid in self.list_processes():
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
 
-    def printed(self, output: str = "printed") -> str:
+    def read_output(self, output: str = "printed") -> str:
         return (self.folder / output).read_text(errors="replace")
 
-    def saved(self) -> int:
+    def find_saved_step(self) -> int:
         """Return the step of the newest whole checkpoint; 0 if there is none.
 
         A checkpoint may be removed during the search, because a newer one exists.
@@ -265,7 +265,7 @@ class Here:
             default=0,
         )
 
-    def processes(self) -> list[int]:
+    def list_processes(self) -> list[int]:
         """Return the pids of all processes of this ending. They are found by their environment,
         because their parents may have ended.
         """
@@ -277,27 +277,29 @@ class Here:
                     found.append(int(path.parent.name))
         return found
 
-    def gone(self, seconds: float) -> list[int]:
+    def wait_until_gone(self, seconds: float) -> list[int]:
         """Wait until all processes of this ending have ended, and return those that have not."""
         until = time.monotonic() + seconds
-        while (left := self.processes()) and (rest := until - time.monotonic()) > 0:
+        while (left := self.list_processes()) and (rest := until - time.monotonic()) > 0:
             with contextlib.suppress(ProcessLookupError):
                 handle = os.pidfd_open(left[0])
                 select.select([handle], [], [], rest)
                 os.close(handle)
         return left
 
-    def waited(self, what: str, running: subprocess.Popen[bytes]) -> list[int]:
+    def wait_for_file(self, what: str, running: subprocess.Popen[bytes]) -> list[int]:
         """Wait until a file exists, and return the numbers in it."""
         until = time.monotonic() + LIMIT
         while not (path := self.folder / what).exists():
             if running.poll() is not None or time.monotonic() > until:
-                raise Astray(f"it did not come to {what}: {self.printed()[-2000:]}")
+                raise TrainingFailed(
+                    f'the training did not reach "{what}": {self.read_output()[-2000:]}'
+                )
             # a process that will be killed reports by files only, so this loop must poll
             time.sleep(0.002)
         return [int(word) for word in path.read_text().split()]
 
-    def temporary(self, kill: Kill) -> list[str]:
+    def list_temporary(self, kill: Kill) -> list[str]:
         """Return the temporary folders that are left.
 
         Also return half-written files, if a process survived that had to remove them.
@@ -310,7 +312,7 @@ class Here:
         ]
 
 
-def states(pid: int) -> list[str]:
+def read_thread_states(pid: int) -> list[str]:
     """Return the state of each thread of a process: R if it computes, T if it is stopped."""
     return [
         path.read_text().rpartition(")")[2].split()[0]
@@ -318,7 +320,7 @@ def states(pid: int) -> list[str]:
     ]
 
 
-def settled(pid: int) -> None:
+def wait_until_idle(pid: int) -> None:
     """Wait until no thread of a process computes: then the process waits in a collective.
 
     Some threads wake up for short times, so several samples in a row must show no computing thread.
@@ -326,7 +328,7 @@ def settled(pid: int) -> None:
     quiet = 0
     until = time.monotonic() + 2.0
     while quiet < 5 and time.monotonic() < until:
-        quiet = 0 if "R" in states(pid) else quiet + 1
+        quiet = 0 if "R" in read_thread_states(pid) else quiet + 1
         time.sleep(0.01)  # from one sample of /proc to the next
 
 
@@ -344,7 +346,7 @@ def disk(folder: Path, megabytes: int) -> Iterator[None]:
         subprocess.run(["umount", "--lazy", folder], check=True, capture_output=True)
 
 
-def may_mount() -> bool:
+def can_mount() -> bool:
     """Return whether this user can mount a disk here."""
     try:
         with tempfile.TemporaryDirectory() as folder, disk(Path(folder), 1):
@@ -353,35 +355,37 @@ def may_mount() -> bool:
         return False
 
 
-def end(kill: Kill, here: Here, running: subprocess.Popen[bytes]) -> tuple[float, int]:
+def end_at_place(
+    kill: Kill, here: Workspace, running: subprocess.Popen[bytes]
+) -> tuple[float, int]:
     """Wait until the training has reached the place, and end it.
 
     Returns the time of the ending, and the step of the newest whole checkpoint at that time.
     """
-    victim, server = here.waited("victim", running)
+    victim, server = here.wait_for_file("victim", running)
     if kill.place not in ("before", "inside", "between", "moment", "disk"):
-        here.waited("halted", running)
+        here.wait_for_file("halted", running)
     if kill.place == "inside":
-        settled(victim)
+        wait_until_idle(victim)
     time.sleep(kill.delay)  # a random moment
     if kill.kind == "disk":
         until = time.monotonic() + LIMIT
-        while set(states(victim)) != {"T"}:
+        while set(read_thread_states(victim)) != {"T"}:
             if time.monotonic() > until:
-                raise Astray("the rank that was to stop while its disk is filled did not")
+                raise TrainingFailed("the rank did not stop before its disk was filled")
             # no event reports that a process has stopped, so this loop must poll
             time.sleep(0.002)
         runs = here.folder / "runs"
         (runs / "ballast").write_bytes(bytes(max(0, shutil.disk_usage(runs).free - kill.spare)))
         begun = time.monotonic()
         os.kill(victim, signal.SIGCONT)
-        return begun, here.saved()
-    saved = here.saved()
+        return begun, here.find_saved_step()
+    saved = here.find_saved_step()
     pids = {
         "rank": [victim],
         "server": [server],
         "launcher": [running.pid],
-        "all": here.processes(),
+        "all": here.list_processes(),
     }[kill.who]
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):  # it has ended because another one ended
@@ -389,45 +393,45 @@ def end(kill: Kill, here: Here, running: subprocess.Popen[bytes]) -> tuple[float
     return time.monotonic(), saved
 
 
-def ended(kill: Kill, backend: str, expected: Callable[[Kill], Trained]) -> Ending:
+def run_ending(kill: Kill, backend: str, expected: Callable[[Kill], TrainingResult]) -> Ending:
     """Train, end the training, look for remains, resume it, and compare.
 
     expected: returns the result of an undisturbed training.
     """
     shared = set(os.listdir("/dev/shm"))
-    with place(backend) as here:
+    with make_workspace(backend) as here:
         runs = here.folder / "runs"
         runs.mkdir()
         with disk(runs, DISK) if kill.kind == "disk" else contextlib.nullcontext():
             found = Ending(kill, kill.bound, "", [], [], [])
             try:
-                found = _ended(kill, here)
+                found = _train_and_end(kill, here)
                 run = next(runs.glob("*-kill-*"), None)
-                saved = here.saved()
+                saved = here.find_saved_step()
                 if kill.kind == "restart":
-                    found = replace(found, **judged(of_loop(runs), expected(kill)))
+                    found = replace(found, **compare_results(read_loop(runs), expected(kill)))
                 # if all processes were killed, the next start must remove their remains
                 elif saved or kill.who == "all":
-                    trained = undisturbed(
+                    trained = train_to_end(
                         replace(kill, ranks=kill.again), here, "again", run if saved else None
                     )
-                    found = replace(found, **judged(trained, expected(kill)))
-            except (Astray, OSError) as error:
+                    found = replace(found, **compare_results(trained, expected(kill)))
+            except (TrainingFailed, OSError) as error:
                 found = replace(found, wrong=f"{type(error).__name__}: {error}")
         return replace(
             found,
             shared=sorted(set(os.listdir("/dev/shm")) - shared),
-            temporary=sorted({*found.temporary, *here.temporary(kill)}),
-            processes=[*found.processes, *here.gone(GONE)],
+            temporary=sorted({*found.temporary, *here.list_temporary(kill)}),
+            processes=[*found.processes, *here.wait_until_gone(GONE)],
         )
 
 
-def _ended(kill: Kill, here: Here) -> Ending:
-    with here.started(kill, here.words(kill, "runs"), halts=True) as running:
-        begun, saved = end(kill, here, running)
-        left = here.gone(kill.bound)
+def _train_and_end(kill: Kill, here: Workspace) -> Ending:
+    with here.start_training(kill, here.build_command(kill, "runs"), halts=True) as running:
+        begun, saved = end_at_place(kill, here, running)
+        left = here.wait_until_gone(kill.bound)
         seconds = time.monotonic() - begun
-    printed = here.printed()
+    printed = here.read_output()
     said = [line for line in printed.splitlines() if line.startswith("paragrad: ")]
     message = (
         said[0]
@@ -439,38 +443,46 @@ def _ended(kill: Kill, here: Here) -> Ending:
     if kill.kind == "restart" and running.returncode == 0:
         message = "exited with 0"
     return Ending(
-        kill, seconds, message, left, [], [] if kill.who == "all" else here.temporary(kill), saved
+        kill,
+        seconds,
+        message,
+        left,
+        [],
+        [] if kill.who == "all" else here.list_temporary(kill),
+        saved,
     )
 
 
-def undisturbed(kill: Kill, here: Here, runs: str, resume: Path | None = None) -> Trained:
+def train_to_end(
+    kill: Kill, here: Workspace, runs: str, resume: Path | None = None
+) -> TrainingResult:
     """Run a training to its end, from the checkpoint of a run or from the start."""
     (here.folder / runs).mkdir()
-    with here.started(kill, here.words(kill, runs, resume), halts=False) as running:
+    with here.start_training(kill, here.build_command(kill, runs, resume), halts=False) as running:
         try:
             code = running.wait(LIMIT)
         except subprocess.TimeoutExpired:
-            raise Astray(
-                f"a training was not done within {LIMIT:g} s: {here.printed()[-2000:]}"
+            raise TrainingFailed(
+                f"a training did not end within {LIMIT:g} s: {here.read_output()[-2000:]}"
             ) from None
     if code:
-        raise Astray(f"a training exited with {code}: {here.printed()[-2000:]}")
+        raise TrainingFailed(f"a training exited with {code}: {here.read_output()[-2000:]}")
     return (
-        of_loop(here.folder / runs)
+        read_loop(here.folder / runs)
         if kill.kind == "restart"
-        else of_run(next((here.folder / runs).glob("*-kill-*")))
+        else read_run(next((here.folder / runs).glob("*-kill-*")))
     )
 
 
 @contextlib.contextmanager
-def place(backend: str) -> Iterator[Here]:
+def make_workspace(backend: str) -> Iterator[Workspace]:
     """Make the folders of one ending, and remove them at the end."""
     with tempfile.TemporaryDirectory(prefix="kill-") as folder:
         (Path(folder) / "temporary").mkdir()
-        yield Here(Path(folder), backend)
+        yield Workspace(Path(folder), backend)
 
 
-def judged(found: Trained, expected: Trained) -> dict[str, Any]:
+def compare_results(found: TrainingResult, expected: TrainingResult) -> dict[str, Any]:
     """Compare a resumed training with an undisturbed one, and return the fields of `Ending`."""
     return {
         "resumed": found.resumed,

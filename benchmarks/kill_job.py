@@ -35,7 +35,7 @@ WRITING = {
 } | {"renaming": ("os.rename", ".partial"), "removing": ("shutil.rmtree", "")}
 
 
-def tell(what):
+def report_event(what):
     """Report an event of this process: write a file of this name that contains the pids of this
     process and of its parent.
     """
@@ -44,16 +44,16 @@ def tell(what):
     partial.rename(Path(FOLDER, what))
 
 
-def reached(inputs):
+def halt_at_place(inputs):
     """Report that this rank has reached the step, and halt the rank if this is the place."""
     rank = dist.get_rank()
     victim = rank == KILL["rank"]
     if PLACE == "inside" and victim:
         inputs = inputs.clone().requires_grad_()
         # the end of backward: buckets are being exchanged
-        inputs.register_hook(lambda gradient: tell("victim"))
+        inputs.register_hook(lambda gradient: report_event("victim"))
     elif victim:
-        tell("victim")
+        report_event("victim")
     if PLACE in WRITING and rank == 0:
         sys.addaudithook(halt_writing)
     # "between": the victim halts; "inside": the others halt, so the victim waits for their sum
@@ -82,7 +82,7 @@ def halt_writing(event, arguments):
     if event == "open":
         last = max(path.parent.iterdir(), key=lambda file: file.stat().st_mtime_ns)
         os.truncate(last, last.stat().st_size // 2)
-    tell("halted")
+    report_event("halted")
     signal.pause()
 
 
@@ -104,7 +104,7 @@ class Net(nn.Module):
         if PLACE and self.training and dist.is_initialized() and len(inputs) < BATCH:
             self.calls += 1
             if self.calls == KILL["step"]:
-                inputs = reached(inputs)
+                inputs = halt_at_place(inputs)
         return self.layers(inputs)
 
 
@@ -123,7 +123,7 @@ class Noisy(Dataset):
         return self.inputs[index] + 0.1 * torch.randn(20), self.targets[index]
 
 
-class Made:
+class ModelFactory:
     """A factory of the model. Only ranks unpickle it, and the first rank that does so is the victim
     of the place "before".
     """
@@ -132,23 +132,23 @@ class Made:
         return Net()
 
     def __reduce__(self):
-        return taken, (os.getpid(),)
+        return unpickle_factory, (os.getpid(),)
 
 
-def taken(launcher):
+def unpickle_factory(launcher):
     if PLACE == "before" and os.getpid() != launcher:
         try:
             Path(FOLDER, "claimed").touch(exist_ok=False)
         except FileExistsError:
-            return Made()
-        tell("victim")
+            return ModelFactory()
+        report_event("victim")
         signal.pause()
-    return Made()
+    return ModelFactory()
 
 
 job = Job(
     name="kill",
-    model=Made(),
+    model=ModelFactory(),
     loss=nn.functional.cross_entropy,
     batch=BATCH,
     epochs=4,

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import torch
-from kill_job import KILL, PLACE, Net, job, tell
+from kill_job import KILL, PLACE, Net, job, report_event
 from safetensors.torch import save_file
 
 import paragrad as pg
@@ -19,7 +19,7 @@ import paragrad as pg
 
 def main(folder, save, loaders, backend):
     if PLACE == "before" and int(os.environ["RANK"]) == KILL["rank"]:
-        tell("victim")
+        report_event("victim")
         signal.pause()
     torch.manual_seed(job.seed)
     model = Net().double()

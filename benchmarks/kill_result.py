@@ -17,7 +17,7 @@ from paragrad.record.record import Record
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainingResult:
     """The result of a training.
 
     losses: all losses that were recorded for a step; a repeated step has several.
@@ -30,7 +30,7 @@ class Trained:
     audited: bool
     resumed: int | None = None
 
-    def difference(self, other: Trained) -> float:
+    def difference(self, other: TrainingResult) -> float:
         """Return the largest difference of losses and parameters.
 
         It is infinite if a step or a parameter is missing or is not a number.
@@ -53,7 +53,7 @@ class Trained:
         return math.inf if any(map(math.isnan, found)) else max(found)
 
 
-def of_run(folder: Path) -> Trained:
+def read_run(folder: Path) -> TrainingResult:
     """Return the result of a run, together with the runs that it resumes."""
     record = Record(folder)
     lines, audit, epochs, samples = (
@@ -84,10 +84,10 @@ def of_run(folder: Path) -> Trained:
         and audit.twice == audit.missed == 0
     )
     resumed = (record.header["resumed"] or {}).get("step")
-    return Trained(losses, load_file(folder / "model.safetensors"), audited, resumed)
+    return TrainingResult(losses, load_file(folder / "model.safetensors"), audited, resumed)
 
 
-def of_loop(folder: Path) -> Trained:
+def read_loop(folder: Path) -> TrainingResult:
     """Return the result of a loop of one's own, such as kill_loop.py.
 
     Its only record is the file of losses. The losses of all steps are there in order, except for
@@ -99,15 +99,15 @@ def of_loop(folder: Path) -> Trained:
     for step, loss in told:
         losses.setdefault(step, []).append(loss)
     resumed = [int(step) for word, step in words if word == "resumed"]
-    return Trained(
+    return TrainingResult(
         losses,
         load_file(folder / "model.safetensors"),
-        in_order([step for step, _ in told]),
+        is_consecutive([step for step, _ in told]),
         resumed[-1] if resumed else None,
     )
 
 
-def in_order(steps: Iterable[int]) -> bool:
+def is_consecutive(steps: Iterable[int]) -> bool:
     """Return whether the steps are 0, 1, 2, ... without a gap. Steps may be repeated."""
     next_ = 0
     for step in steps:

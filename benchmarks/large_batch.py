@@ -37,10 +37,18 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from arms import SPREAD, Arm, apart, beside, of, spread, trained
+from arms import (
+    SPREAD,
+    Arm,
+    compute_mean_difference,
+    format_mean,
+    format_mean_difference,
+    select_values,
+    train_arms,
+)
 from common import Bench
-from pages import DOCS, FIGURES, filled, kept, shown, table
-from plots import panels
+from pages import DOCS, FIGURES, fill_block, find_results_file, format_plot, table
+from plots import draw_panels
 
 import paragrad as pg
 from paragrad.record.noise_scale import track_noise_scale
@@ -64,11 +72,11 @@ PAGE = DOCS / "results" / "large_batch.md"
 PLOT = FIGURES / "large_batch.svg"
 
 
-def arm(batch: int, rule: str, epochs: int, text: str = "serial", **shape: int) -> Arm:
-    def made(seed: int) -> tuple[pg.Job, str]:
+def make_arm(batch: int, rule: str, epochs: int, text: str = "serial", **shape: int) -> Arm:
+    def make_job(seed: int) -> tuple[pg.Job, str]:
         return pg.job("mnist-mlp", **shape).replace(batch=batch, epochs=epochs, **RULES[rule]), text
 
-    return made
+    return make_job
 
 
 def read(run: pg.Run) -> dict[str, Any]:
@@ -85,26 +93,30 @@ def read(run: pg.Run) -> dict[str, Any]:
 
 
 # ---- what is measured ------------------------------------------------------------------------
-def arms(bench: Bench, run: Callable[..., Any], epochs: int) -> None:
+def measure_arms(bench: Bench, run: Callable[..., Any], epochs: int) -> None:
     every = [(BASE, OWN_RATE), (BASE, "linear"), *((512, rule) for rule in RULES)]
     found = run(
-        {f"{batch}, {rule}": arm(batch, rule, epochs, width=1024) for batch, rule in every},
+        {f"{batch}, {rule}": make_arm(batch, rule, epochs, width=1024) for batch, rule in every},
         bench.rounds(5, quick=1),
     )
     bench.measured["arms"] = found
-    lost, error = apart(of(found, FIRST, "accuracy"), of(found, f"512, {BEST}", "accuracy"))
+    lost, error = compute_mean_difference(
+        select_values(found, FIRST, "accuracy"), select_values(found, f"512, {BEST}", "accuracy")
+    )
     bench.figure(
         "points of accuracy, batch 64 over 512 with linear scaling and warm-up", lost, at_most=0.3
     )
     bench.figure("standard error of that", error)
     for rule in RULES:
-        bench.figure(f"accuracy [%] at 512, {rule}", of(found, f"512, {rule}", "accuracy"))
+        bench.figure(
+            f"accuracy [%] at 512, {rule}", select_values(found, f"512, {rule}", "accuracy")
+        )
 
 
-def batches(bench: Bench, run: Callable[..., Any], epochs: int) -> None:
+def measure_batches(bench: Bench, run: Callable[..., Any], epochs: int) -> None:
     found = run(
         {
-            (rule, batch): arm(batch, rule, epochs)
+            (rule, batch): make_arm(batch, rule, epochs)
             for batch in BATCHES
             for rule in RULES
             if batch != OWN or rule == OWN_RATE
@@ -113,30 +125,33 @@ def batches(bench: Bench, run: Callable[..., Any], epochs: int) -> None:
     )
     # for the job's own batch all rules are the same
     found = {(rule, OWN): found[OWN_RATE, OWN] for rule in RULES} | found
-    noisy = run({"": arm(OWN, OWN_RATE, epochs, "serial(micro=2)")}, 1, noise_scale=1)[""][0][
+    noisy = run({"": make_arm(OWN, OWN_RATE, epochs, "serial(micro=2)")}, 1, noise_scale=1)[""][0][
         "noise"
     ]
     bench.measured |= {"batches": [[*name, each] for name, each in found.items()], "noise": noisy}
     bench.figure("noise scale in the end", noisy[-1][1])
     for rule in RULES:
-        bench.figure(f"largest batch within {NEAR} points of {OWN}, {rule}", until(found, rule))
+        bench.figure(
+            f"largest batch within {NEAR} points of {OWN}, {rule}", find_largest_batch(found, rule)
+        )
 
 
-def until(found: dict[Any, Any], rule: str) -> int:
+def find_largest_batch(found: dict[Any, Any], rule: str) -> int:
     """Return the largest batch up to which a rule holds: all mean accuracies are near that of the
     job's own batch.
     """
-    own = mean(of(found, (rule, OWN), "accuracy"))
+    own = mean(select_values(found, (rule, OWN), "accuracy"))
     near = itertools.takewhile(
-        lambda batch: mean(of(found, (rule, batch), "accuracy")) >= own - NEAR, BATCHES[1:]
+        lambda batch: mean(select_values(found, (rule, batch), "accuracy")) >= own - NEAR,
+        BATCHES[1:],
     )
     return max(near)
 
 
-def sizes(bench: Bench, run: Callable[..., Any], epochs: int) -> None:
+def measure_sizes(bench: Bench, run: Callable[..., Any], epochs: int) -> None:
     found = run(
         {
-            (rule, batch): arm(batch, rule, epochs)
+            (rule, batch): make_arm(batch, rule, epochs)
             for batch in (1, BASE, 4096, 60_000)
             for rule in (OWN_RATE, "linear")
         },
@@ -146,12 +161,12 @@ def sizes(bench: Bench, run: Callable[..., Any], epochs: int) -> None:
 
 
 # ---- the page --------------------------------------------------------------------------------
-def page(bench: Bench) -> None:
-    bench.keep(kept("large_batch", bench.options.only))
+def write_page(bench: Bench) -> None:
+    bench.keep(find_results_file("large_batch", bench.options.only))
     text = PAGE.read_text()
     measured = bench.measured
     if found := measured.get("arms"):
-        text = filled(
+        text = fill_block(
             text,
             "arms",
             table(
@@ -159,10 +174,13 @@ def page(bench: Bench) -> None:
                 [
                     [
                         name,
-                        spread(of(found, name, "accuracy")),
+                        format_mean(select_values(found, name, "accuracy")),
                         ""
                         if name == FIRST
-                        else beside(of(found, name, "accuracy"), of(found, FIRST, "accuracy")),
+                        else format_mean_difference(
+                            select_values(found, name, "accuracy"),
+                            select_values(found, FIRST, "accuracy"),
+                        ),
                     ]
                     for name in found
                 ],
@@ -170,16 +188,16 @@ def page(bench: Bench) -> None:
             + SPREAD,
         )
     if "batches" in measured:
-        text = filled(
+        text = fill_block(
             text,
             "batches",
-            over_batches(
+            format_batches(
                 {(rule, batch): each for rule, batch, each in measured["batches"]},
                 measured["noise"],
             ),
         )
     if "sizes" in measured:
-        text = filled(
+        text = fill_block(
             text,
             "sizes",
             table(
@@ -205,10 +223,13 @@ def page(bench: Bench) -> None:
     PAGE.write_text(text)
 
 
-def over_batches(found: dict[Any, Any], noisy: list[tuple[int, float]]) -> str:
+def format_batches(found: dict[Any, Any], noisy: list[tuple[int, float]]) -> str:
     """Return the table, the plot, and a sentence about the largest batch of each rule."""
     rows = [
-        [f"{batch:,}", *(spread(of(found, (rule, batch), "accuracy")) for rule in RULES)]
+        [
+            f"{batch:,}",
+            *(format_mean(select_values(found, (rule, batch), "accuracy")) for rule in RULES),
+        ]
         for batch in BATCHES
     ]
 
@@ -216,7 +237,7 @@ def over_batches(found: dict[Any, Any], noisy: list[tuple[int, float]]) -> str:
         for rule in RULES:
             axes[0].plot(
                 BATCHES,
-                [mean(of(found, (rule, batch), "accuracy")) for batch in BATCHES],
+                [mean(select_values(found, (rule, batch), "accuracy")) for batch in BATCHES],
                 marker="o",
                 markersize=3,
                 label=rule,
@@ -226,10 +247,10 @@ def over_batches(found: dict[Any, Any], noisy: list[tuple[int, float]]) -> str:
         axes[1].plot(*zip(*noisy, strict=True), color="gray")
         axes[1].set(xlabel=f"steps of batch {OWN}", ylabel="noise scale", yscale="log")
 
-    panels(PLOT, 2, 300, draw)
-    ends = ", ".join(f"{rule} {until(found, rule):,}" for rule in RULES)
+    draw_panels(PLOT, 2, 300, draw)
+    ends = ", ".join(f"{rule} {find_largest_batch(found, rule):,}" for rule in RULES)
     quarter = noisy[len(noisy) // 4][1]
-    told = shown(PLOT.stem, "accuracy over batches by rule, and the noise scale over steps")
+    told = format_plot(PLOT.stem, "accuracy over batches by rule, and the noise scale over steps")
     return (
         f"{table(['batch', *RULES], rows)}{told} Within {NEAR} points of batch {OWN} is, up to a "
         f"batch of: {ends}. The noise scale, from two micro-batches of batch {OWN}, was "
@@ -237,9 +258,9 @@ def over_batches(found: dict[Any, Any], noisy: list[tuple[int, float]]) -> str:
     )
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data", default=os.environ.get("PARAGRAD_DATA"), help="folder of mnist")
-    parser.add_argument("--only", choices=PARTS, action="append", help="this part alone")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--data", default=os.environ.get("PARAGRAD_DATA"), help="folder with MNIST")
+    parser.add_argument("--only", choices=PARTS, action="append", help="measure only this part")
     parser.add_argument(
         "--page",
         action="store_true",
@@ -249,18 +270,18 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--so-far",
         type=Path,
         metavar="FILE",
-        help="go on from trainings that were made before, and keep them",
+        help="use the results of earlier trainings in FILE, and add the new ones",
     )
 
 
 def main() -> None:
-    bench = Bench(__doc__, options)
-    run = partial(trained, read=read, so_far=bench.options.so_far, data=bench.options.data)
-    for name, part in zip(PARTS, (arms, batches, sizes), strict=True):
+    bench = Bench(__doc__, add_options)
+    run = partial(train_arms, read=read, so_far=bench.options.so_far, data=bench.options.data)
+    for name, part in zip(PARTS, (measure_arms, measure_batches, measure_sizes), strict=True):
         if name in (bench.options.only or PARTS):
             part(bench, run, 1 if bench.quick else 5)
     if bench.options.page:
-        page(bench)
+        write_page(bench)
     bench.finish()
 
 

@@ -63,20 +63,22 @@ class Fault:
     rank: int | None
 
 
-def numbers(*shape: int, seed: int) -> Tensor:
+def make_numbers(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def make_samples(count: int) -> TensorDataset:
     """Return random samples with random labels. A model can memorize few of them, but not many."""
     drawn = torch.Generator().manual_seed(2)
-    return TensorDataset(numbers(count, 64, seed=1), torch.randint(10, (count,), generator=drawn))
+    return TensorDataset(
+        make_numbers(count, 64, seed=1), torch.randint(10, (count,), generator=drawn)
+    )
 
 
 FEW, MANY = make_samples(512), make_samples(16384)
 
 
-def build(width: int) -> nn.Module:
+def build_model(width: int) -> nn.Module:
     return nn.Sequential(
         nn.Linear(64, width),
         nn.BatchNorm1d(width),
@@ -160,7 +162,7 @@ def make_job(
 
     return pg.Job(
         name="late",
-        model=functools.partial(build, width),
+        model=functools.partial(build_model, width),
         loss=functional.cross_entropy,
         optimizer=make_optimizer,
         scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.999),
@@ -201,7 +203,7 @@ def main() -> None:
     bench = Bench(
         __doc__,
         lambda parser: parser.add_argument(
-            "--parts", nargs="+", choices=PARTS, default=PARTS, help="what is measured"
+            "--parts", nargs="+", choices=PARTS, default=PARTS, help="the parts to measure"
         ),
     )
     parts = bench.options.parts

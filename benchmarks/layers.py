@@ -34,9 +34,9 @@ from statistics import median
 from typing import Any
 
 import torch
-from common import Bench, alternated, between
+from common import Bench, compute_step_milliseconds, measure_in_turn
 from hosts import Cluster, hosts
-from pages import DOCS, FIGURES, filled, milliseconds, table
+from pages import DOCS, FIGURES, fill_block, format_milliseconds, table
 from torch import Tensor, nn
 
 import paragrad as pg
@@ -87,7 +87,7 @@ class Network(nn.Module):
         return x
 
 
-def data() -> tuple[Tensor, Tensor]:
+def make_data() -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(0)
     return (
         torch.randn(BATCHES * BATCH, CHANNELS[0], SIZE, SIZE, generator=draw),
@@ -95,7 +95,7 @@ def data() -> tuple[Tensor, Tensor]:
     )
 
 
-def job() -> pg.Job:
+def make_job() -> pg.Job:
     return pg.Job(
         name="benchmark",
         model=Network,
@@ -103,7 +103,7 @@ def job() -> pg.Job:
         epochs=1000,
         batch=BATCH,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
-        train=lambda folder: torch.utils.data.TensorDataset(*data()),
+        train=lambda folder: torch.utils.data.TensorDataset(*make_data()),
     )
 
 
@@ -124,11 +124,11 @@ class Layer:
     halo: int
 
     @property
-    def full(self) -> bool:
+    def is_fully_connected(self) -> bool:
         return self.name.startswith("full")
 
 
-def layers() -> list[Layer]:
+def list_layers() -> list[Layer]:
     """Return the layers of the network, computed from its shapes alone."""
     found = []
     model = Network()
@@ -149,16 +149,16 @@ def layers() -> list[Layer]:
     return found
 
 
-def first_full(every: Sequence[Layer]) -> int:
-    return next(number for number, layer in enumerate(every) if layer.full)
+def find_first_fully_connected(every: Sequence[Layer]) -> int:
+    return next(number for number, layer in enumerate(every) if layer.is_fully_connected)
 
 
-def summed(numbers: float, ranks: int) -> float:
+def count_sum_bytes(numbers: float, ranks: int) -> float:
     """Return the bytes that a rank sends to sum so many numbers over ranks."""
     return 2 * (ranks - 1) / ranks * numbers * NUMBER
 
 
-def gathered(numbers: float, ranks: int) -> float:
+def count_gather_bytes(numbers: float, ranks: int) -> float:
     return (ranks - 1) / ranks * numbers * NUMBER
 
 
@@ -166,32 +166,34 @@ def gathered(numbers: float, ranks: int) -> float:
 Form = Callable[[list[Layer], int, int, int], float]
 
 
-def of_data(every: list[Layer], at: int, samples: int, ranks: int) -> float:
+def count_data_bytes(every: list[Layer], at: int, samples: int, ranks: int) -> float:
     """Data parallelism: the gradients of the weights are summed over ranks."""
-    return summed(every[at].weights, ranks)
+    return count_sum_bytes(every[at].weights, ranks)
 
 
-def of_outputs(every: list[Layer], at: int, samples: int, ranks: int) -> float:
+def count_output_bytes(every: list[Layer], at: int, samples: int, ranks: int) -> float:
     """One split for all layers: inputs are gathered, and their gradients are summed.
 
-    (The scores after the last layer are gathered too; `Scheme.total` adds them.)
+    (The scores after the last layer are gathered too; `Scheme.count_step_bytes` adds them.)
     """
     given = samples * every[at].given
-    return gathered(given, ranks) + summed(given, ranks) if at else 0
+    return count_gather_bytes(given, ranks) + count_sum_bytes(given, ranks) if at else 0
 
 
-def of_pairs(every: list[Layer], at: int, samples: int, ranks: int, first: int = 0) -> float:
+def count_pair_bytes(
+    every: list[Layer], at: int, samples: int, ranks: int, first: int = 0
+) -> float:
     """Pairs: one layer is divided by outputs, and the gradients of its inputs are summed. The next
     layer is divided by inputs, and its outputs are summed.
 
     first: a layer that is divided by outputs.
     """
     if (at - first) % 2:
-        return summed(samples * every[at].made, ranks)
-    return summed(samples * every[at].given, ranks) if at else 0
+        return count_sum_bytes(samples * every[at].made, ranks)
+    return count_sum_bytes(samples * every[at].given, ranks) if at else 0
 
 
-def of_rows(every: list[Layer], at: int, samples: int, ranks: int) -> float:
+def count_row_bytes(every: list[Layer], at: int, samples: int, ranks: int) -> float:
     """Rows of images: each rank fetches rows, sends their gradients back, and gradients of weights
     are summed.
 
@@ -199,27 +201,31 @@ def of_rows(every: list[Layer], at: int, samples: int, ranks: int) -> float:
     gathered.
     """
     each = every[at]
-    if each.full:
-        return 0 if every[at - 1].full else gathered(samples * each.given, ranks)
-    return samples * each.halo * NUMBER * (2 if at else 1) + summed(each.weights, ranks)
+    if each.is_fully_connected:
+        return (
+            0
+            if every[at - 1].is_fully_connected
+            else count_gather_bytes(samples * each.given, ranks)
+        )
+    return samples * each.halo * NUMBER * (2 if at else 1) + count_sum_bytes(each.weights, ranks)
 
 
-def of_samples_then_neurons(every: list[Layer], at: int, samples: int, ranks: int) -> float:
+def count_sample_then_neuron_bytes(every: list[Layer], at: int, samples: int, ranks: int) -> float:
     each = every[at]
-    first = first_full(every)
-    if not each.full:
-        return of_data(every, at, samples, ranks)
-    return of_pairs(every, at, samples, ranks, first) + (
-        gathered(samples * each.given, ranks) if at == first else 0
+    first = find_first_fully_connected(every)
+    if not each.is_fully_connected:
+        return count_data_bytes(every, at, samples, ranks)
+    return count_pair_bytes(every, at, samples, ranks, first) + (
+        count_gather_bytes(samples * each.given, ranks) if at == first else 0
     )
 
 
-def of_rows_then_neurons(every: list[Layer], at: int, samples: int, ranks: int) -> float:
-    first = first_full(every)
+def count_row_then_neuron_bytes(every: list[Layer], at: int, samples: int, ranks: int) -> float:
+    first = find_first_fully_connected(every)
     return (
-        of_pairs(every, at, samples, ranks, first + 1)
+        count_pair_bytes(every, at, samples, ranks, first + 1)
         if at >= first
-        else of_rows(every, at, samples, ranks)
+        else count_row_bytes(every, at, samples, ranks)
     )
 
 
@@ -241,38 +247,40 @@ class Scheme:
     replicas: int = 1
     ranks: int = 2
 
-    def over_replicas(self, layer: Layer) -> float:
+    def count_replica_bytes(self, layer: Layer) -> float:
         """Return the bytes for the gradients of a rank's weights, which replicas of a grid sum."""
-        return summed(layer.weights / self.ranks, self.replicas) if self.replicas > 1 else 0
+        return (
+            count_sum_bytes(layer.weights / self.ranks, self.replicas) if self.replicas > 1 else 0
+        )
 
-    def inside(self, every: list[Layer]) -> dict[str, float]:
+    def count_inner_bytes(self, every: list[Layer]) -> dict[str, float]:
         """Return the bytes for each layer, without those that replicas exchange."""
         return {
             each.name: self.form(every, at, BATCH // self.replicas, self.ranks)
             for at, each in enumerate(every)
         }
 
-    def closed(self, every: list[Layer]) -> dict[str, float]:
+    def count_layer_bytes(self, every: list[Layer]) -> dict[str, float]:
         """Return the bytes for each layer."""
-        found = self.inside(every)
-        return {each.name: found[each.name] + self.over_replicas(each) for each in every}
+        found = self.count_inner_bytes(every)
+        return {each.name: found[each.name] + self.count_replica_bytes(each) for each in every}
 
-    def total(self, every: list[Layer]) -> float:
+    def count_step_bytes(self, every: list[Layer]) -> float:
         """Return the bytes of a step."""
-        return sum(self.closed(every).values()) + (
-            gathered(BATCH // self.replicas * CLASSES, self.ranks) if self.scores else 0
+        return sum(self.count_layer_bytes(every).values()) + (
+            count_gather_bytes(BATCH // self.replicas * CLASSES, self.ranks) if self.scores else 0
         )
 
 
-def by(technique: Any, text: str) -> Callable[[nn.Module, Tensor], ShardingPlan]:
-    return lambda model, images: technique.look(strategy(text), model, images)
+def make_planner(technique: Any, text: str) -> Callable[[nn.Module, Tensor], ShardingPlan]:
+    return lambda model, images: technique.inspect_model(strategy(text), model, images)
 
 
 SCHEMES = [
     Scheme(
         "data",
         "data(2, reduce=ring)",
-        of_data,
+        count_data_bytes,
         False,
         lambda model, images: plan_sharding(
             model, images, 2, InputSharding({SAMPLES: InputAxis("samples", 2)})
@@ -281,32 +289,34 @@ SCHEMES = [
     Scheme(
         "tensor, one split",
         "tensor(2, pairs=false)",
-        of_outputs,
+        count_output_bytes,
         True,
-        by(tensor, "tensor(2, pairs=false)"),
+        make_planner(tensor, "tensor(2, pairs=false)"),
     ),
-    Scheme("tensor, pairs", "tensor(2)", of_pairs, False, by(tensor, "tensor(2)")),
-    Scheme("spatial", "spatial(2)", of_rows, False, by(spatial, "spatial(2)")),
+    Scheme(
+        "tensor, pairs", "tensor(2)", count_pair_bytes, False, make_planner(tensor, "tensor(2)")
+    ),
+    Scheme("spatial", "spatial(2)", count_row_bytes, False, make_planner(spatial, "spatial(2)")),
     Scheme(
         "data, then neurons",
         "data(2, dense=tensor)",
-        of_samples_then_neurons,
+        count_sample_then_neuron_bytes,
         True,
-        by(spatial, "data(2, dense=tensor)"),
+        make_planner(spatial, "data(2, dense=tensor)"),
     ),
     Scheme(
         "spatial, then neurons",
         "spatial(2, dense=tensor)",
-        of_rows_then_neurons,
+        count_row_then_neuron_bytes,
         False,
-        by(spatial, "spatial(2, dense=tensor)"),
+        make_planner(spatial, "spatial(2, dense=tensor)"),
     ),
     Scheme(
         "data x one split, 4 ranks",
         "data(2, reduce=ring) * tensor(2, pairs=false)",
-        of_outputs,
+        count_output_bytes,
         True,
-        by(tensor, "tensor(2, pairs=false)"),
+        make_planner(tensor, "tensor(2, pairs=false)"),
         replicas=2,
     ),
 ]
@@ -314,29 +324,29 @@ SCHEMES = [
 
 # ---- what is measured ------------------------------------------------------------------------
 def main() -> None:
-    bench = Bench(__doc__, options)
+    bench = Bench(__doc__, add_options)
     if bench.options.worker:
-        run(*bench.options.worker)
+        run_worker(*bench.options.worker)
         return
-    every = layers()
-    counted(bench, every)
+    every = list_layers()
+    compare_bytes(bench, every)
     with hosts(2, megabits=100) as cluster, tempfile.TemporaryDirectory() as folder:
         measures = {
-            each.name: partial(step, cluster, each, Path(folder))
+            each.name: partial(measure_step, cluster, each, Path(folder))
             for each in SCHEMES
             if each.replicas == 1
         }
-        found = alternated(measures, bench.rounds(3, quick=1))
+        found = measure_in_turn(measures, bench.rounds(3, quick=1))
     bench.measured["ms per step"] = found
     for name, times in found.items():
         bench.figure(f"milliseconds of a step, {name}", times)
     if bench.options.page:
         bench.keep(RESULTS)
-        PAGE.write_text(filled(PAGE.read_text(), "layers", told(bench, every)))
+        PAGE.write_text(fill_block(PAGE.read_text(), "layers", build_table(bench, every)))
     bench.finish()
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument(
         "--page",
@@ -345,15 +355,15 @@ def options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def counted(bench: Bench, every: list[Layer]) -> None:
+def compare_bytes(bench: Bench, every: list[Layer]) -> None:
     """Compare the closed forms with the plans, layer by layer, and with records of two steps."""
-    bench.measured["bytes"] = {each.name: each.closed(every) for each in SCHEMES}
+    bench.measured["bytes"] = {each.name: each.count_layer_bytes(every) for each in SCHEMES}
     for each in SCHEMES:
-        plan = each.plan(Network(), data()[0][: BATCH // each.replicas])
-        closed = each.inside(every)
+        plan = each.plan(Network(), make_data()[0][: BATCH // each.replicas])
+        closed = each.count_inner_bytes(every)
         said = {
             layer.name: sum(
-                note.bytes for note in plan.transfers if belongs(note.module, layer, every)
+                note.bytes for note in plan.transfers if is_transfer_of(note.module, layer, every)
             )
             for layer in every
         }
@@ -364,12 +374,12 @@ def counted(bench: Bench, every: list[Layer]) -> None:
             at_most=0,
         )
         with tempfile.TemporaryDirectory() as folder:
-            record = Record(train(job(), each.strategy, runs=folder, limit=2).folder)
+            record = Record(train(make_job(), each.strategy, runs=folder, limit=2).folder)
             sent = {name: kind["bytes"] for name, kind in record.sent_per_step.items()}
         bench.measured.setdefault("sent", {})[each.name] = sent
         bench.figure(
             f"bytes in a step beside those of the closed forms, {each.name}",
-            sum(sent.values()) - each.total(every),
+            sum(sent.values()) - each.count_step_bytes(every),
             at_least=0,
             at_most=512,
         )
@@ -381,30 +391,32 @@ def counted(bench: Bench, every: list[Layer]) -> None:
     )
 
 
-def belongs(at: str, layer: Layer, every: Sequence[Layer]) -> bool:
+def is_transfer_of(at: str, layer: Layer, every: Sequence[Layer]) -> bool:
     """Return whether a transfer belongs to a layer. A transfer between layers belongs to the first
     fully connected one.
     """
-    return at == layer.name or (not at and layer == every[first_full(every)])
+    return at == layer.name or (not at and layer == every[find_first_fully_connected(every)])
 
 
-def step(cluster: Cluster, scheme: Scheme, folder: Path) -> float:
+def measure_step(cluster: Cluster, scheme: Scheme, folder: Path) -> float:
     """Train on all hosts, and return the milliseconds of a step."""
     place = tempfile.mkdtemp(dir=folder)
     cluster.run([str(Path(__file__).resolve()), "--worker", scheme.strategy, place], timeout=300)
     (run,) = Path(place).iterdir()
-    return between([line["start"] for line in Record(run).select_lines("step", 0)])
+    return compute_step_milliseconds(
+        [line["start"] for line in Record(run).select_lines("step", 0)]
+    )
 
 
-def run(strategy: str, folder: str) -> None:
-    train(job(), strategy, runs=folder, limit=BATCHES)
+def run_worker(strategy: str, folder: str) -> None:
+    train(make_job(), strategy, runs=folder, limit=BATCHES)
 
 
-def told(bench: Bench, every: list[Layer]) -> str:
+def build_table(bench: Bench, every: list[Layer]) -> str:
     """Return the table of the page: kilobytes and times. The smallest value of each layer, and the
     shortest time, are bold.
     """
-    closed = {each.name: each.closed(every) for each in SCHEMES if each.replicas == 1}
+    closed = {each.name: each.count_layer_bytes(every) for each in SCHEMES if each.replicas == 1}
     rows = []
     for layer in every:
         least = min(found[layer.name] for found in closed.values())
@@ -421,7 +433,11 @@ def told(bench: Bench, every: list[Layer]) -> str:
     rows.append(
         [
             "the step",
-            *(f"{each.total(every) / 1000:,.0f}" for each in SCHEMES if each.replicas == 1),
+            *(
+                f"{each.count_step_bytes(every) / 1000:,.0f}"
+                for each in SCHEMES
+                if each.replicas == 1
+            ),
         ]
     )
     times = {name: median(found) for name, found in bench.measured["ms per step"].items()}
@@ -430,7 +446,9 @@ def told(bench: Bench, every: list[Layer]) -> str:
         [
             "measured [ms]",
             *(
-                f"**{milliseconds(each / 1000)}**" if each == best else milliseconds(each / 1000)
+                f"**{format_milliseconds(each / 1000)}**"
+                if each == best
+                else format_milliseconds(each / 1000)
                 for each in times.values()
             ),
         ]

@@ -27,10 +27,10 @@ from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 
-from common import Bench, alternated, between, ratios
+from common import Bench, compute_step_milliseconds, measure_in_turn, ratios
 from hosts import Cluster, hosts
-from pages import DOCS, FIGURES, filled, table
-from trainings import of_ddp
+from pages import DOCS, FIGURES, fill_block, table
+from trainings import train_with_ddp
 
 import paragrad as pg
 from paragrad.commands.train import train
@@ -56,12 +56,12 @@ PAGE = DOCS / "results" / "local_sgd.md"
 RESULTS = FIGURES / "local_sgd.json"
 
 
-def wide() -> pg.Job:
+def make_wide_job() -> pg.Job:
     return pg.job("mnist-mlp", width=WIDTH).replace(test=None, metric=None)
 
 
 # ---- on hosts --------------------------------------------------------------------------------
-def ours(cluster: Cluster, folder: Path, steps: int) -> float:
+def measure_local_sgd(cluster: Cluster, folder: Path, steps: int) -> float:
     """Run a whole training, and return its samples per second."""
     place = tempfile.mkdtemp(dir=folder)
     cluster.run([str(Path(__file__).resolve()), "--worker", "ours", place, str(steps)], timeout=600)
@@ -71,7 +71,7 @@ def ours(cluster: Cluster, folder: Path, steps: int) -> float:
     return BATCH * (len(starts) - 1) / (starts[-1] - starts[0])
 
 
-def theirs(cluster: Cluster, folder: Path, steps: int) -> float:
+def measure_ddp(cluster: Cluster, folder: Path, steps: int) -> float:
     """Run a loop over DDP, and return its samples per second."""
     said = cluster.run(
         [str(Path(__file__).resolve()), "--worker", "ddp", str(folder), str(steps)], timeout=600
@@ -79,17 +79,23 @@ def theirs(cluster: Cluster, folder: Path, steps: int) -> float:
     return float(said[0].split()[-1])
 
 
-def worker(kind: str, folder: str, steps: str) -> None:
+def run_worker(kind: str, folder: str, steps: str) -> None:
     if kind == "ours":
-        train(wide(), LOCAL, runs=folder, limit=int(steps), data=os.environ["PARAGRAD_DATA"])
+        train(
+            make_wide_job(), LOCAL, runs=folder, limit=int(steps), data=os.environ["PARAGRAD_DATA"]
+        )
         return
     print(
-        1000 * BATCH / between(of_ddp(wide(), BATCH, int(steps), Path(os.environ["PARAGRAD_DATA"])))
+        1000
+        * BATCH
+        / compute_step_milliseconds(
+            train_with_ddp(make_wide_job(), BATCH, int(steps), Path(os.environ["PARAGRAD_DATA"]))
+        )
     )
 
 
 # ---- on one host -----------------------------------------------------------------------------
-def compared(bench: Bench, data: str | None, seeds: int) -> None:
+def compare_strategies(bench: Bench, data: str | None, seeds: int) -> None:
     """Measure accuracies and bytes of all strategies, from the records of whole trainings."""
     job = pg.job("mnist-mlp")
     found: dict[str, dict[str, list[float]]] = {
@@ -130,7 +136,7 @@ def compared(bench: Bench, data: str | None, seeds: int) -> None:
         bench.figure(f"accuracy [%], {text}", each["accuracy"])
 
 
-def told(bench: Bench) -> str:
+def build_table(bench: Bench) -> str:
     """Return the table of the page."""
     found = bench.measured["of mnist-mlp"]
     rows = [
@@ -149,9 +155,9 @@ def told(bench: Bench) -> str:
     )
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
-    parser.add_argument("--data", default=os.environ.get("PARAGRAD_DATA"), help="folder of mnist")
+    parser.add_argument("--data", default=os.environ.get("PARAGRAD_DATA"), help="folder with MNIST")
     parser.add_argument(
         "--page",
         action="store_true",
@@ -160,16 +166,16 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def main() -> None:
-    bench = Bench(__doc__, options)
+    bench = Bench(__doc__, add_options)
     if bench.options.worker:
-        worker(*bench.options.worker)
+        run_worker(*bench.options.worker)
         return
     os.environ["PARAGRAD_DATA"] = str(Path(bench.options.data).resolve())
     with hosts(RANKS, megabits=100) as cluster, tempfile.TemporaryDirectory() as folder:
-        found = alternated(
+        found = measure_in_turn(
             {
-                LOCAL: partial(ours, cluster, Path(folder), 16 * 6 + 1),
-                "DDP": partial(theirs, cluster, Path(folder), 15),
+                LOCAL: partial(measure_local_sgd, cluster, Path(folder), 16 * 6 + 1),
+                "DDP": partial(measure_ddp, cluster, Path(folder), 15),
             },
             bench.rounds(3, quick=1),
         )
@@ -179,10 +185,10 @@ def main() -> None:
         ratios(found[LOCAL], found["DDP"]),
         at_least=8,
     )
-    compared(bench, bench.options.data, bench.rounds(3, quick=1))
+    compare_strategies(bench, bench.options.data, bench.rounds(3, quick=1))
     if bench.options.page:
         bench.keep(RESULTS)
-        PAGE.write_text(filled(PAGE.read_text(), "accuracy", told(bench)))
+        PAGE.write_text(fill_block(PAGE.read_text(), "accuracy", build_table(bench)))
     bench.finish()
 
 

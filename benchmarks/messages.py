@@ -41,11 +41,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import KB, MB, Bench, alternated, named, ratios
-from pages import DOCS, FIGURES, filled, table
+from common import KB, MB, Bench, format_size, measure_in_turn, ratios
+from pages import DOCS, FIGURES, fill_block, table
 from torch import Tensor
 from torch.utils.data import TensorDataset
-from trainings import ours
+from trainings import make_training_measure
 from workers import Workers, serve
 
 import paragrad as pg
@@ -67,21 +67,21 @@ RESULTS = FIGURES / "messages.json"
 
 
 def main() -> None:
-    bench = Bench(__doc__, options)
+    bench = Bench(__doc__, add_options)
     if bench.options.worker:
-        worker(*bench.options.worker)
+        run_worker(*bench.options.worker)
         return
     if bench.options.page and (bench.quick or bench.options.rounds or bench.options.json):
-        sys.exit("the page is of everything, in full: give no other option but --check")
-    between_ranks(bench)
-    steps(bench)
+        sys.exit("the page shows all parts, measured in full: with --page, give only --check")
+    measure_messages(bench)
+    measure_steps(bench)
     if bench.options.page:
         bench.keep(RESULTS)
-        PAGE.write_text(filled(PAGE.read_text(), "messages", tables(bench)))
+        PAGE.write_text(fill_block(PAGE.read_text(), "messages", build_tables(bench)))
     bench.finish()
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument(
         "--page",
@@ -91,15 +91,18 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 # ---- between two ranks -----------------------------------------------------------------------
-def between_ranks(bench: Bench) -> None:
+def measure_messages(bench: Bench) -> None:
     worlds = {kind: Workers(__file__, kind, 2) for kind in KINDS}
     for pattern, sizes in {**dict.fromkeys(PATTERNS, SOME), "one way": SIZES}.items():
         for size in sizes:
-            measures = {kind: asked(worlds[kind], pattern, size) for kind in KINDS}
+            measures = {kind: make_measure(worlds[kind], pattern, size) for kind in KINDS}
             if pattern == BESIDE:
-                measures["alone"] = asked(worlds["shm"], pattern, 0)
-            found = alternated(
-                {f"{kind}, {pattern}, {named(size)} [us]": each for kind, each in measures.items()},
+                measures["alone"] = make_measure(worlds["shm"], pattern, 0)
+            found = measure_in_turn(
+                {
+                    f"{kind}, {pattern}, {format_size(size)} [us]": each
+                    for kind, each in measures.items()
+                },
                 bench.rounds(21, quick=5),
             )
             bench.measured |= found
@@ -112,19 +115,19 @@ def report(bench: Bench, pattern: str, size: int, times: dict[str, list[float]])
     for kind in KINDS:
         if pattern == BESIDE:
             bench.figure(
-                f"{pattern}, {kind} / work alone, {named(size)}",
+                f"{pattern}, {kind} / work alone, {format_size(size)}",
                 ratios(times[kind], times["alone"]),
             )
         elif kind != "gloo":
             bar = BARS[size] if pattern == "one way" else None
             bench.figure(
-                f"{pattern}, gloo / {kind}, {named(size)}",
+                f"{pattern}, gloo / {kind}, {format_size(size)}",
                 ratios(times["gloo"], times[kind]),
                 at_least=bar,
             )
 
 
-def asked(world: Workers, pattern: str, size: int) -> Callable[[], float]:
+def make_measure(world: Workers, pattern: str, size: int) -> Callable[[], float]:
     """Return a function that measures the median time of a pattern in microseconds. The slower rank
     counts.
     """
@@ -145,12 +148,12 @@ class MnistMlp:
         )
 
 
-def steps(bench: Bench) -> None:
+def measure_steps(bench: Bench) -> None:
     with tempfile.TemporaryDirectory() as folder, Launcher(2) as ranks:
         for strategy, bar in STRATEGIES.items():
-            found = alternated(
+            found = measure_in_turn(
                 {
-                    f"{backend}, {strategy} [ms]": ours(
+                    f"{backend}, {strategy} [ms]": make_training_measure(
                         ranks,
                         strategy,
                         MnistMlp(),
@@ -170,36 +173,45 @@ def steps(bench: Bench) -> None:
 
 
 # ---- the page --------------------------------------------------------------------------------
-def tables(bench: Bench) -> str:
-    def shown(name: str) -> str:
+def build_tables(bench: Bench) -> str:
+    def format_figure(name: str) -> str:
         return f"{bench.figures[name]['value']:.2f}"
 
     one_way = table(
-        ["one way", *map(named, SIZES)],
+        ["one way", *map(format_size, SIZES)],
         [
             [
                 "gloo's time / shm's",
-                *(shown(f"one way, gloo / shm, {named(size)}") for size in SIZES),
+                *(format_figure(f"one way, gloo / shm, {format_size(size)}") for size in SIZES),
             ]
         ],
     )
     patterns = [pattern for pattern in PATTERNS if pattern not in ("one way", BESIDE)]
     others = table(
-        ["gloo's time / shm's", *map(named, SOME)],
+        ["gloo's time / shm's", *map(format_size, SOME)],
         [
-            [pattern, *(shown(f"{pattern}, gloo / shm, {named(size)}") for size in SOME)]
+            [
+                pattern,
+                *(format_figure(f"{pattern}, gloo / shm, {format_size(size)}") for size in SOME),
+            ]
             for pattern in patterns
         ],
     )
     beside = table(
-        ["work and messages both ways / work alone", *map(named, SOME)],
+        ["work and messages both ways / work alone", *map(format_size, SOME)],
         [
-            [kind, *(shown(f"{BESIDE}, {kind} / work alone, {named(size)}") for size in SOME)]
+            [
+                kind,
+                *(
+                    format_figure(f"{BESIDE}, {kind} / work alone, {format_size(size)}")
+                    for size in SOME
+                ),
+            ]
             for kind in KINDS
         ],
     )
     each = [
-        f"{strategy} {shown(f'step of mnist-mlp under {strategy}, gloo / shm')}"
+        f"{strategy} {format_figure(f'step of mnist-mlp under {strategy}, gloo / shm')}"
         for strategy in STRATEGIES
     ]
     return (
@@ -212,7 +224,7 @@ def tables(bench: Bench) -> str:
 Play = Callable[[], float]  # runs a pattern once and returns its seconds
 
 
-def one_way(rank: int, size: int) -> Play:
+def prepare_one_way(rank: int, size: int) -> Play:
     message = torch.ones(size // 4)
     times = max(1, min(20, MB // size))
 
@@ -229,29 +241,29 @@ def one_way(rank: int, size: int) -> Play:
     return play
 
 
-def both_ways(rank: int, size: int, at_once: int = 1) -> Play:
+def prepare_both_ways(rank: int, size: int, at_once: int = 1) -> Play:
     mine = torch.ones(at_once, size // 4)
     taken = torch.empty(at_once, size // 4)
 
     def play() -> float:
         start = time.perf_counter()
-        for work in exchange(rank, mine, taken):
+        for work in start_exchange(rank, mine, taken):
             work.wait()
         return (time.perf_counter() - start) / at_once
 
     return play
 
 
-def exchange(rank: int, mine: Tensor, taken: Tensor) -> list[Any]:
+def start_exchange(rank: int, mine: Tensor, taken: Tensor) -> list[Any]:
     """Start to send every row to the other rank, and to receive its rows."""
     receives = [dist.irecv(each, 1 - rank) for each in taken]
     return [*receives, *(dist.isend(each, 1 - rank) for each in mine)]
 
 
-def late(rank: int, size: int) -> Play:
+def prepare_late(rank: int, size: int) -> Play:
     """Rank 1 receives a message some time after it was sent; its waiting time is measured."""
     message = torch.ones(size // 4)
-    work = some_work()
+    work = make_work()
 
     def play() -> float:
         if rank == 0:
@@ -265,15 +277,15 @@ def late(rank: int, size: int) -> Play:
     return play
 
 
-def beside_work(rank: int, size: int) -> Play:
+def prepare_beside_work(rank: int, size: int) -> Play:
     """Messages go both ways during some work. If `size` is 0, there are no messages."""
     mine = torch.ones(1, size // 4)
     taken = torch.empty(1, size // 4)
-    work = some_work()
+    work = make_work()
 
     def play() -> float:
         start = time.perf_counter()
-        works = exchange(rank, mine, taken) if size else []
+        works = start_exchange(rank, mine, taken) if size else []
         work()
         for each in works:
             each.wait()
@@ -282,28 +294,28 @@ def beside_work(rank: int, size: int) -> Play:
     return play
 
 
-def some_work() -> Callable[[], object]:
+def make_work() -> Callable[[], object]:
     matrix = torch.eye(256)
     return lambda: [matrix @ matrix for _ in range(PRODUCTS)]
 
 
 PATTERNS: dict[str, Callable[[int, int], Play]] = {
-    "one way": one_way,
-    "both ways": both_ways,
-    f"{AT_ONCE} at once": lambda rank, size: both_ways(rank, size, AT_ONCE),
-    "asked for late": late,
-    BESIDE: beside_work,
+    "one way": prepare_one_way,
+    "both ways": prepare_both_ways,
+    f"{AT_ONCE} at once": lambda rank, size: prepare_both_ways(rank, size, AT_ONCE),
+    "asked for late": prepare_late,
+    BESIDE: prepare_beside_work,
 }
 
 
-def worker(kind: str, address: str) -> None:
+def run_worker(kind: str, address: str) -> None:
     import paragrad.backends  # noqa: F401
 
     torch.set_num_threads(1)
     dist.init_process_group(kind)
     rank = dist.get_rank()
 
-    def median(order: tuple[str, int]) -> float:
+    def measure_median(order: tuple[str, int]) -> float:
         pattern, size = order
         play = PATTERNS[pattern](rank, size)
         taken = []
@@ -313,7 +325,7 @@ def worker(kind: str, address: str) -> None:
         dist.barrier()
         return statistics.median(taken[2:])
 
-    serve(address, median)
+    serve(address, measure_median)
     dist.destroy_process_group()
 
 

@@ -47,10 +47,10 @@ from statistics import median
 from typing import Any
 
 import torch
-from common import Bench, alternated, between, ratios
-from pages import DOCS, FIGURES, filled, table
+from common import Bench, compute_step_milliseconds, measure_in_turn, ratios
+from pages import DOCS, FIGURES, fill_block, table
 from torch import Tensor, nn
-from trainings import Loop, looped, ours, shuffled, theirs
+from trainings import Loop, make_loop_measure, make_training_measure, serve_loops, shuffle_batches
 from workers import Workers
 
 import paragrad as pg
@@ -117,13 +117,13 @@ RESULTS = FIGURES / "pipeline.json"
 
 
 def main() -> None:
-    bench = Bench(__doc__, options)
+    bench = Bench(__doc__, add_options)
     if bench.options.worker:
         kind, address = bench.options.worker
-        looped(kind, address, partial(loop, kind))
+        serve_loops(kind, address, partial(build_loop, kind))
         return
     if bench.options.page and (bench.quick or bench.options.rounds or bench.options.json):
-        sys.exit("the page is of everything, in full: give no other option but --check")
+        sys.exit("the page shows all parts, measured in full: with --page, give only --check")
     with tempfile.TemporaryDirectory() as folder, Launcher(STAGES) as ranks:
         peers = {
             kind: Workers(__file__, kind, STAGES)
@@ -134,7 +134,7 @@ def main() -> None:
         for setting in SETTINGS[:1] if bench.quick else SETTINGS:
             runs = Path(folder) / str(setting)
             measures = {
-                f"pipeline(2, {schedule})": ours(
+                f"pipeline(2, {schedule})": make_training_measure(
                     ranks,
                     f"pipeline(2, micro={setting.micro}, schedule={schedule}, cut=[4, 4])",
                     setting,
@@ -142,27 +142,27 @@ def main() -> None:
                 )
                 for schedule in OURS
             }
-            measures["serial"] = ours(ranks, "serial", setting, runs)
+            measures["serial"] = make_training_measure(ranks, "serial", setting, runs)
             measures |= {
-                kind: theirs(workers, setting)
+                kind: make_loop_measure(workers, setting)
                 for kind, workers in peers.items()
                 if kind != "halves"
             }
-            measures["the bound"] = bound(peers["halves"], setting)
+            measures["the bound"] = make_bound_measure(peers["halves"], setting)
             print(f"{setting} [ms]", flush=True)
-            times[setting] = alternated(measures, bench.rounds(7, quick=2))
-            foreseen[setting] = [steps_of(Record(each)) for each in runs.glob("*one_f_one_b*")]
+            times[setting] = measure_in_turn(measures, bench.rounds(7, quick=2))
+            foreseen[setting] = [read_steps(Record(each)) for each in runs.glob("*one_f_one_b*")]
         for workers in peers.values():
             workers.close()
     report(bench, times)
-    timelines(bench, foreseen)
+    compare_timelines(bench, foreseen)
     if bench.options.page:
         bench.keep(RESULTS)
-        PAGE.write_text(filled(PAGE.read_text(), "measured", tables(bench)))
+        PAGE.write_text(fill_block(PAGE.read_text(), "measured", build_table(bench)))
     bench.finish()
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument(
         "--page",
@@ -171,10 +171,10 @@ def options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def tables(bench: Bench) -> str:
+def build_table(bench: Bench) -> str:
     """Return the table with the figures of every setting, and their means."""
 
-    def shown(name: str, setting: Setting) -> str:
+    def format_figure(name: str, setting: Setting) -> str:
         return f"{bench.figures[f'{name}, {setting}']['value']:.2f}"
 
     rows = (
@@ -193,24 +193,24 @@ def tables(bench: Bench) -> str:
     return (
         table(
             ["pipeline(2), one_f_one_b", *map(str, SETTINGS)],
-            [[name, *(shown(name, setting) for setting in SETTINGS)] for name in rows],
+            [[name, *(format_figure(name, setting) for setting in SETTINGS)] for name in rows],
         )
         + f"\n\nGeometric means of speed: {means}."
-        + "".join(f"\n\nGoal missed: {line}." for line in bench.short())
+        + "".join(f"\n\nGoal missed: {line}." for line in bench.list_missed_bars())
     )
 
 
-def bound(halves: Workers, setting: Setting) -> Callable[[], float]:
+def make_bound_measure(halves: Workers, setting: Setting) -> Callable[[], float]:
     """Return a function that measures the bound, the milliseconds of a step without messages.
 
     It is the time of the slower rank for all micro-batches, plus that of the other rank for one.
     """
 
-    def milliseconds() -> float:
-        first, second = map(between, halves.ask(setting))
+    def measure_step() -> float:
+        first, second = map(compute_step_milliseconds, halves.ask(setting))
         return max(first, second) + min(first, second) / setting.micro
 
-    return milliseconds
+    return measure_step
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ class Steps:
     waits: float
 
 
-def steps_of(record: Record) -> Steps:
+def read_steps(record: Record) -> Steps:
     told = predict_step(record)
     found = list(read_step_timelines(record, PREDICTED_STEPS).values())
     assert told is not None
@@ -236,13 +236,13 @@ def steps_of(record: Record) -> Steps:
         told.timeline.seconds,
         told.low,
         told.high,
-        waiting(told.timeline),
+        compute_waiting_share(told.timeline),
         median(each.seconds for each in found),
-        median(map(waiting, found)),
+        median(map(compute_waiting_share, found)),
     )
 
 
-def waiting(timeline: Timeline) -> float:
+def compute_waiting_share(timeline: Timeline) -> float:
     """Return the fraction of all ranks' time in which they do no work.
 
     A measured timeline contains the times at which a rank waits. A predicted timeline contains the
@@ -255,7 +255,7 @@ def waiting(timeline: Timeline) -> float:
     return 1 - sum(span.seconds for span in timeline.spans if span.lane == "compute") / all_ranks
 
 
-def timelines(bench: Bench, foreseen: dict[Setting, list[Steps]]) -> None:
+def compare_timelines(bench: Bench, foreseen: dict[Setting, list[Steps]]) -> None:
     """Add the figures about the errors of the timeline."""
     bench.measured["timelines"] = {
         str(setting): [asdict(each) for each in steps] for setting, steps in foreseen.items()
@@ -315,16 +315,16 @@ def report(bench: Bench, times: dict[Setting, dict[str, list[float]]]) -> None:
 
 
 # ---- in a rank -------------------------------------------------------------------------------
-def loop(kind: str, setting: Setting) -> Loop:
+def build_loop(kind: str, setting: Setting) -> Loop:
     part = setting.layers(LAYERS // STAGES)
     return Loop(
         torch.optim.SGD(part.parameters(), lr=0.01),
-        (half if kind == "halves" else scheduled)(setting, part),
-        shuffled(*setting.data(), setting.batch),
+        (make_half_step if kind == "halves" else make_torch_step)(setting, part),
+        shuffle_batches(*setting.data(), setting.batch),
     )
 
 
-def scheduled(setting: Setting, part: nn.Module) -> Callable[[Tensor, Tensor], Any]:
+def make_torch_step(setting: Setting, part: nn.Module) -> Callable[[Tensor, Tensor], Any]:
     """Return a function that makes a step with torch.distributed.pipelining."""
     import torch.distributed as dist
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -337,7 +337,7 @@ def scheduled(setting: Setting, part: nn.Module) -> Callable[[Tensor, Tensor], A
     )
 
 
-def half(setting: Setting, part: nn.Module) -> Callable[[Tensor, Tensor], None]:
+def make_half_step(setting: Setting, part: nn.Module) -> Callable[[Tensor, Tensor], None]:
     """Return a function that runs the forwards and backwards of one rank. The tensors that it would
     receive are already there.
     """

@@ -11,7 +11,9 @@ from paragrad.report.charts import open_figure
 WIDTH = 760  # of a plot
 
 
-def panels(path: Path, count: int, height: float, draw: Callable[[Sequence[Any]], None]) -> None:
+def draw_panels(
+    path: Path, count: int, height: float, draw: Callable[[Sequence[Any]], None]
+) -> None:
     with open_figure(path.stem, WIDTH, height) as figure:
         figure.set_layout_engine("constrained")
         axes = [

@@ -54,25 +54,25 @@ class Numbers:
         self.rows = rows
         self.parts = split_evenly(rows.shape[1], parts)
 
-    def at(self, rank: int, slot: Slot) -> np.ndarray:
+    def view_slot(self, rank: int, slot: Slot) -> np.ndarray:
         parts = expand_slot(slot)
         return self.rows[rank, self.parts[parts[0]].start : self.parts[parts[-1]].stop]
 
     def read(self, rank: int, send: Send) -> np.ndarray:
-        return self.at(rank, send.slot).copy()
+        return self.view_slot(rank, send.slot).copy()
 
     def write(self, rank: int, recv: Recv, payload: np.ndarray) -> None:
-        mine = self.at(rank, recv.slot)
+        mine = self.view_slot(rank, recv.slot)
         if recv.add:
             mine += payload
         else:
             mine[:] = payload
 
     def compute(self, rank: int, action: Compute) -> None:
-        raise AssertionError(f"an exchange only adds, not {action}")
+        raise AssertionError(f"an exchange only adds, but this one has {action}")
 
 
-class Reused(Numbers):
+class ReusedBuffer(Numbers):
     """The bug of the reused buffer. Each rank sends from one buffer, and fills it again although
     its last message may not be received yet.
     """
@@ -82,7 +82,7 @@ class Reused(Numbers):
         self.buffers = np.empty_like(rows)
 
     def read(self, rank: int, send: Send) -> np.ndarray:
-        piece = self.at(rank, send.slot)
+        piece = self.view_slot(rank, send.slot)
         buffer = self.buffers[rank, : len(piece)]
         buffer[:] = piece
         return buffer
@@ -96,7 +96,7 @@ def average(rows: Tensor, schedule: Collective, bug: str | None = None) -> None:
     interpret_schedule(
         schedule.program,
         size,
-        (Reused if bug == REUSED else Numbers)(reached.numpy(), schedule.parts(size)),
+        (ReusedBuffer if bug == REUSED else Numbers)(reached.numpy(), schedule.parts(size)),
     )
     reached /= size * size if bug == TWICE else size
 
@@ -121,18 +121,18 @@ class Replicas:
 
     def __init__(self, how: Training) -> None:
         self.how = how
-        self.model = self._started(how.seed)
+        self.model = self._build_model(how.seed)
         starts = [
-            self._started(how.seed + (rank if how.bug == STARTS else 0))
+            self._build_model(how.seed + (rank if how.bug == STARTS else 0))
             for rank in range(how.count)
         ]
         self.rows = nn.Parameter(
             torch.stack([parameters_to_vector(each.parameters()).detach() for each in starts])
         )
         self.optimizer = how.job.optimizer([self.rows])
-        self.gradients = vmap(grad(partial(loss_of, self.model, how.job)))
+        self.gradients = vmap(grad(partial(compute_loss, self.model, how.job)))
 
-    def _started(self, seed: int) -> nn.Module:
+    def _build_model(self, seed: int) -> nn.Module:
         torch.manual_seed(seed)
         return self.how.job.model().to(self.how.dtype)
 
@@ -150,20 +150,22 @@ class Replicas:
         if how.averaged == "weights" and (last or how.every == "batch"):
             average(self.rows.detach(), how.schedule, how.bug)
 
-    def correct(self, dataset: MnistImages, rank: int = 0) -> float:
+    def measure_accuracy(self, dataset: MnistImages, rank: int = 0) -> float:
         """Return the accuracy of a replica on a data set, in per cent."""
         with torch.no_grad():
             images, labels = dataset[torch.arange(len(dataset))]
             found = functional_call(
-                self.model, named(self.model, self.rows[rank]), (images.to(self.how.dtype),)
+                self.model,
+                name_parameters(self.model, self.rows[rank]),
+                (images.to(self.how.dtype),),
             )
         return 100 * float((found.argmax(1) == labels).float().mean())
 
-    def equal(self) -> bool:
+    def has_equal_rows(self) -> bool:
         return bool((self.rows == self.rows[0]).all())
 
 
-def named(model: nn.Module, vector: Tensor) -> dict[str, Tensor]:
+def name_parameters(model: nn.Module, vector: Tensor) -> dict[str, Tensor]:
     """Return the parameters of a model as views of a vector, by name."""
     sizes = [parameter.numel() for parameter in model.parameters()]
     return {
@@ -174,11 +176,11 @@ def named(model: nn.Module, vector: Tensor) -> dict[str, Tensor]:
     }
 
 
-def loss_of(model: nn.Module, job: Job, vector: Tensor, images: Tensor, labels: Tensor) -> Any:
-    return job.loss(functional_call(model, named(model, vector), (images,)), labels)
+def compute_loss(model: nn.Module, job: Job, vector: Tensor, images: Tensor, labels: Tensor) -> Any:
+    return job.loss(functional_call(model, name_parameters(model, vector), (images,)), labels)
 
 
-def batches(
+def draw_batches(
     dataset: MnistImages, how: Training, epochs: int
 ) -> Iterator[tuple[int, Tensor, Tensor, bool]]:
     """Yield shuffled global batches as (epoch, images [replicas, batch, ...], labels, whether the
@@ -199,7 +201,7 @@ def batches(
             )
 
 
-def trained(
+def train_replicas(
     how: Training,
     train: MnistImages,
     test: MnistImages,
@@ -213,15 +215,15 @@ def trained(
     """
     replicas = Replicas(how)
     accuracies = []
-    for epoch, images, labels, last in batches(train, how, epochs):
+    for epoch, images, labels, last in draw_batches(train, how, epochs):
         replicas.step(images, labels, last)
         if last:
-            accuracies.append(replicas.correct(test))
+            accuracies.append(replicas.measure_accuracy(test))
             told(epoch, accuracies[-1])
-    return {"accuracies": accuracies, "equal": replicas.equal()}
+    return {"accuracies": accuracies, "equal": replicas.has_equal_rows()}
 
 
-def from_serial(how: Training, train: MnistImages, steps: int = 20) -> float:
+def measure_serial_difference(how: Training, train: MnistImages, steps: int = 20) -> float:
     """Return the largest difference of a replica's parameters from serial's, over the largest
     parameter, after some steps in float64.
 
@@ -238,13 +240,15 @@ def from_serial(how: Training, train: MnistImages, steps: int = 20) -> float:
             dtype=torch.float64,
         )
     )
-    for _, (_, images, labels, _) in zip(range(steps), batches(train, how, steps), strict=False):
+    for _, (_, images, labels, _) in zip(
+        range(steps), draw_batches(train, how, steps), strict=False
+    ):
         ours.step(images, labels, last=False)
         alone.step(images.flatten(0, 1)[None], labels.flatten(0, 1)[None], last=False)
     return float((ours.rows - alone.rows).detach().abs().max() / alone.rows.detach().abs().max())
 
 
-def checks(how: Training, train: MnistImages) -> dict[str, Any]:
+def run_checks(how: Training, train: MnistImages) -> dict[str, Any]:
     """Run the checks that can find a bug, and return their results.
 
     proof: the error of the schedule's proof, or None. Of the bugs, only "mean twice" can be planted
@@ -266,12 +270,12 @@ def checks(how: Training, train: MnistImages) -> dict[str, Any]:
     return {
         "proof": proof,
         "sum": float((rows - expected).abs().max()),
-        "serial": from_serial(how, train) if how.averaged == "gradients" else None,
+        "serial": measure_serial_difference(how, train) if how.averaged == "gradients" else None,
     }
 
 
 # ---- rounding --------------------------------------------------------------------------------
-def rounding(
+def measure_rounding(
     job: Job, train: MnistImages, count: int, schedules: dict[str, Collective], batch: int
 ) -> dict[str, dict[str, float]]:
     """Return the rounding errors of the mean gradients of one batch, compared with float64.
@@ -281,24 +285,24 @@ def rounding(
     the batch in reverse order, and for `count` replicas with each schedule.
     """
 
-    def gradient(how: Training, images: Tensor, labels: Tensor) -> Tensor:
+    def compute_gradients(how: Training, images: Tensor, labels: Tensor) -> Tensor:
         replicas = Replicas(how)
         return replicas.gradients(replicas.rows.detach(), images.to(how.dtype), labels)
 
     images, labels = train[torch.arange(batch * count)]
     any_schedule = next(iter(schedules.values()))
-    exact = gradient(
+    exact = compute_gradients(
         Training(job, 1, any_schedule, dtype=torch.float64), images[None], labels[None]
     )[0]
     alone = Training(job, 1, any_schedule)
     found = {
-        "serial": gradient(alone, images[None], labels[None])[0],
-        "serial, batch in reverse order": gradient(
+        "serial": compute_gradients(alone, images[None], labels[None])[0],
+        "serial, batch in reverse order": compute_gradients(
             alone, images.flip(0)[None], labels.flip(0)[None]
         )[0],
     }
     cut = (count, batch)
-    shares = gradient(
+    shares = compute_gradients(
         Training(job, count, any_schedule), images.unflatten(0, cut), labels.unflatten(0, cut)
     )
     for name, schedule in schedules.items():

@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import time
 
-from common import KB, MB, Bench, alternated, ratios
+from common import KB, MB, Bench, measure_in_turn, ratios
 from workers import Workers, serve
 
 SIZES = {"4 KB": 4 * KB, "64 KB": 64 * KB, "1 MB": MB, "16 MB": 16 * MB}
@@ -27,12 +27,12 @@ def main() -> None:
         workers = Workers(__file__, backend, 4)
         for name, size in SIZES.items():
 
-            def seconds(reproducible: bool, size: int = size) -> float:
+            def time_exchange(reproducible: bool, size: int = size) -> float:
                 # safe: this is called before the loop starts the next workers
                 return max(workers.ask((size, reproducible)))  # noqa: B023
 
-            times = alternated(
-                {"without": lambda: seconds(False), "with": lambda: seconds(True)},
+            times = measure_in_turn(
+                {"without": lambda: time_exchange(False), "with": lambda: time_exchange(True)},
                 bench.rounds(7, 2),
             )
             bench.measured[f"{backend}, {name} [s]"] = times
@@ -44,7 +44,7 @@ def main() -> None:
     bench.finish()
 
 
-def worker(backend: str, address: str) -> None:
+def run_worker(backend: str, address: str) -> None:
     import torch
 
     from paragrad.executors.transport import run_all_reduce
@@ -55,7 +55,7 @@ def worker(backend: str, address: str) -> None:
     torch.set_num_threads(1)
     with join_launched_world(backend) as world:
 
-        def taken(order: tuple[int, bool]) -> float:
+        def time_repeats(order: tuple[int, bool]) -> float:
             size, reproducible = order
             exchange = reproducible_all_reduce if reproducible else run_all_reduce
             vector = torch.rand(size // 4, generator=torch.Generator().manual_seed(world.rank))
@@ -66,11 +66,11 @@ def worker(backend: str, address: str) -> None:
                 exchange(Ring(), vector, world)
             return (time.perf_counter() - start) / REPEATS[size]
 
-        serve(address, taken)
+        serve(address, time_repeats)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
-        worker(*sys.argv[2:4])
+        run_worker(*sys.argv[2:4])
     else:
         main()

@@ -37,10 +37,17 @@ from pathlib import Path
 from typing import Any
 
 import ring_vs_tree_page as page
-from common import Bench, machine
+from common import Bench, describe_machine
 from pages import FIGURES
-from replicas import BUGS, Training, checks, rounding, trained
-from ring_vs_tree_times import WIDTH, clock, host, links, schedule, slow
+from replicas import BUGS, Training, measure_rounding, run_checks, train_replicas
+from ring_vs_tree_times import (
+    WIDTH,
+    find_algorithm,
+    measure_host,
+    measure_links,
+    measure_slow_links,
+    predict_times,
+)
 
 import paragrad as pg
 
@@ -49,25 +56,28 @@ RESULTS = FIGURES / "ring_vs_tree.json"
 
 
 def main() -> None:
-    def options(parser: argparse.ArgumentParser) -> None:
+    def add_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
-            "--only", choices=PARTS, nargs="*", help="some parts, or none: the page is written anew"
+            "--only",
+            choices=PARTS,
+            nargs="*",
+            help="measure only these parts; without a part, only write the page again",
         )
         parser.add_argument(
             "--data",
             type=Path,
             default=os.environ.get("PARAGRAD_DATA"),
-            help="the folder with MNIST (default: $PARAGRAD_DATA, or it is downloaded)",
+            help="folder with MNIST (default: $PARAGRAD_DATA, otherwise it is downloaded)",
         )
 
-    bench = Bench(__doc__, options)
+    bench = Bench(__doc__, add_options)
     some = bench.options.only is not None
     kept = not (bench.quick or bench.options.rounds)  # a smaller sample is printed, not kept
     found = json.loads(RESULTS.read_text()) if some and RESULTS.exists() else {}
     for name in bench.options.only if some else PARTS:
         print(f"--- {name}", file=sys.stderr, flush=True)
         begun = time.monotonic()
-        on = machine()
+        on = describe_machine()
         found[name] = {
             **PARTS[name](bench, found),
             "machine": on,
@@ -76,9 +86,9 @@ def main() -> None:
         if kept:
             RESULTS.write_text(json.dumps(found, indent=1) + "\n")
     if "accuracy" in found:
-        page.accuracy_figures(bench, found["accuracy"])
+        page.add_accuracy_figures(bench, found["accuracy"])
     if kept:
-        page.write(found)
+        page.write_page(found)
     bench.measured = found
     bench.finish()
 
@@ -87,11 +97,11 @@ def main() -> None:
 ALGORITHMS = ("tree", "butterfly", "halving", "ring", "ring_async")
 
 
-def accuracy(bench: Bench, _: Found) -> dict[str, Any]:
+def measure_accuracy(bench: Bench, _: Found) -> dict[str, Any]:
     """Train over gloo and with serial, with three seeds."""
     epochs, seeds = (1, 1) if bench.quick else (2, 3)
 
-    def compared(width: int, listed: list[str]) -> list[dict[str, Any]]:
+    def compare_strategies(width: int, listed: list[str]) -> list[dict[str, Any]]:
         job = pg.job("mnist-mlp", width=width).replace(epochs=epochs)
         with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
             table = pg.compare(
@@ -123,7 +133,7 @@ def accuracy(bench: Bench, _: Found) -> dict[str, Any]:
         if bench.quick
         else {2: ALGORITHMS, 4: ALGORITHMS, 8: ("tree", "halving", "ring")}
     )
-    rows = compared(
+    rows = compare_strategies(
         WIDTH,
         [
             "serial",
@@ -131,32 +141,37 @@ def accuracy(bench: Bench, _: Found) -> dict[str, Any]:
         ],
     )
     for width in () if bench.quick else (16, 1024):
-        rows += compared(width, ["serial", "data(4, reduce=tree)", "data(4, reduce=ring)"])
+        rows += compare_strategies(
+            width, ["serial", "data(4, reduce=tree)", "data(4, reduce=ring)"]
+        )
     return {"rows": rows, "epochs": epochs, "seeds": seeds}
 
 
-def weights(bench: Bench, _: Found) -> dict[str, Any]:
+def measure_weights(bench: Bench, _: Found) -> dict[str, Any]:
     """Train 80 replicas in one process, and average their weights."""
     job = pg.job("mnist-mlp", width=64, activation="sigmoid")
     count, epochs, batch = (8, 1, 500) if bench.quick else (80, 20, 50)
     found = {}
     for every in ("batch", "epoch"):
         for name in ("tree", "ring"):
-            how = Training(job, count, schedule(name), "weights", every, batch)
-            found[f"{name}, every {every}"] = trained(
-                how, *data_of(bench, job), epochs, told(f"{name}, every {every}")
+            how = Training(job, count, find_algorithm(name), "weights", every, batch)
+            found[f"{name}, every {every}"] = train_replicas(
+                how, *open_data(bench, job), epochs, make_progress_printer(f"{name}, every {every}")
             )
     for name, size in (
         ("serial, the same batches", count * batch),
         (f"serial, batches of {batch}", batch),
     ):
-        found[name] = trained(
-            Training(job, 1, schedule("ring"), batch=size), *data_of(bench, job), epochs, told(name)
+        found[name] = train_replicas(
+            Training(job, 1, find_algorithm("ring"), batch=size),
+            *open_data(bench, job),
+            epochs,
+            make_progress_printer(name),
         )
     return {"found": found, "replicas": count, "epochs": epochs, "batch": batch}
 
 
-def bugs(bench: Bench, _: Found) -> dict[str, Any]:
+def measure_bugs(bench: Bench, _: Found) -> dict[str, Any]:
     """Train with every planted bug and without a bug, for both kinds of averaging."""
     rows = []
     for averaged, count, epochs, batch, activation in (
@@ -168,44 +183,50 @@ def bugs(bench: Bench, _: Found) -> dict[str, Any]:
             how = Training(
                 job,
                 count,
-                schedule("ring"),
+                find_algorithm("ring"),
                 averaged,
                 "batch" if averaged == "gradients" else "epoch",
                 batch,
                 bug,
             )  # type: ignore[arg-type]
-            data = data_of(bench, job)
-            found = trained(how, *data, 1 if bench.quick else epochs, told(f"{averaged}, {bug}"))
+            data = open_data(bench, job)
+            found = train_replicas(
+                how,
+                *data,
+                1 if bench.quick else epochs,
+                make_progress_printer(f"{averaged}, {bug}"),
+            )
             rows.append(
                 {
                     "averaged": averaged,
                     "replicas": count,
                     "bug": bug,
                     **found,
-                    "checks": checks(how, data[0]),
+                    "checks": run_checks(how, data[0]),
                 }
             )
     return {"rows": rows}
 
 
-def roundings(bench: Bench, _: Found) -> dict[str, Any]:
+def measure_roundings(bench: Bench, _: Found) -> dict[str, Any]:
     """Measure the rounding errors of one batch of 960 samples, for every algorithm."""
     job = pg.job("mnist-mlp")
     names = ("star", "tree", "butterfly", "halving", "ring")
-    schedules = {name: schedule(name) for name in names}
-    train = data_of(bench, job)[0]
+    schedules = {name: find_algorithm(name) for name in names}
+    train = open_data(bench, job)[0]
     return {
         "of": {
-            str(count): rounding(job, train, count, schedules, 960 // count) for count in (2, 8, 80)
+            str(count): measure_rounding(job, train, count, schedules, 960 // count)
+            for count in (2, 8, 80)
         }
     }
 
 
-def data_of(bench: Bench, job: Any) -> tuple[Any, Any]:
+def open_data(bench: Bench, job: Any) -> tuple[Any, Any]:
     return job.train(bench.options.data), job.test(bench.options.data)
 
 
-def told(name: str) -> Callable[[int, float], None]:
+def make_progress_printer(name: str) -> Callable[[int, float], None]:
     return lambda epoch, accuracy: print(
         f"{name}: epoch {epoch + 1}, {accuracy:.2f} %", file=sys.stderr, flush=True
     )
@@ -213,14 +234,14 @@ def told(name: str) -> Callable[[int, float], None]:
 
 # each part gets the results of the parts before it
 PARTS: dict[str, Callable[[Bench, Found], Found]] = {
-    "host": host,
-    "links": links,
-    "slow": slow,
-    "clock": clock,
-    "accuracy": accuracy,
-    "weights": weights,
-    "bugs": bugs,
-    "rounding": roundings,
+    "host": measure_host,
+    "links": measure_links,
+    "slow": measure_slow_links,
+    "clock": predict_times,
+    "accuracy": measure_accuracy,
+    "weights": measure_weights,
+    "bugs": measure_bugs,
+    "rounding": measure_roundings,
 }
 
 

@@ -16,16 +16,24 @@ from typing import Any
 import ring_vs_tree_tables as tables
 from common import Bench
 from matplotlib.ticker import LogLocator, NullFormatter
-from pages import DOCS, FIGURES, filled
-from plots import panels
-from ring_vs_tree_tables import NAMES, ORDER, STEPS, Found, foretold, of_ranks, of_width
+from pages import DOCS, FIGURES, fill_block
+from plots import draw_panels
+from ring_vs_tree_tables import (
+    NAMES,
+    ORDER,
+    STEPS,
+    Found,
+    group_by_ranks,
+    group_by_width,
+    predict_step,
+)
 
 from paragrad.report.charts import COLOURS, MARKERS
 
 PAGE = DOCS / "results" / "ring_vs_tree.md"
 
 
-def accuracy_figures(bench: Bench, found: Found) -> None:
+def add_accuracy_figures(bench: Bench, found: Found) -> None:
     """Add the figures of the accuracies, with their bars."""
     rows = [row for row in found["rows"] if row["width"] == 256]
     serial = fmean(rows[0]["tests"])
@@ -46,7 +54,7 @@ def accuracy_figures(bench: Bench, found: Found) -> None:
         )
 
 
-def write(found: Found) -> None:
+def write_page(found: Found) -> None:
     """Draw the plots and write the tables of the parts that have results. The blocks of the other
     parts do not change.
     """
@@ -57,12 +65,12 @@ def write(found: Found) -> None:
             if draw:
                 draw(found, FIGURES / f"ring_vs_tree_{name}.svg")
                 block = f"![{told}](../figures/ring_vs_tree_{name}.svg)\n\n{block}"
-            text = filled(text, name, block)
+            text = fill_block(text, name, block)
     PAGE.write_text(text)
 
 
 # ---- plots -----------------------------------------------------------------------------------
-def exchanges(axes: Any, points: Sequence[Found], over: Callable[[Found], float]) -> None:
+def plot_exchanges(axes: Any, points: Sequence[Found], over: Callable[[Found], float]) -> None:
     """Plot the times of exchanges.
 
     Dots with bars are measured: the median, the lowest and the highest. Lines are the clock's
@@ -75,7 +83,7 @@ def exchanges(axes: Any, points: Sequence[Found], over: Callable[[Found], float]
         axes.errorbar(
             [over(point) for point in done],
             [median(point["measured"]) for point in done],
-            spread(done),
+            compute_error_bars(done),
             linestyle="none",
             marker=MARKERS[number],
             markersize=4,
@@ -92,10 +100,10 @@ def exchanges(axes: Any, points: Sequence[Found], over: Callable[[Found], float]
                 linewidth=1,
                 **look,
             )
-    logarithmic(axes, over(points[0]) if points else 1)
+    make_logarithmic(axes, over(points[0]) if points else 1)
 
 
-def spread(points: Sequence[Found]) -> list[list[float]]:
+def compute_error_bars(points: Sequence[Found]) -> list[list[float]]:
     """Return the distances from each median to the lowest and to the highest measurement."""
     middle = [(point["measured"], median(point["measured"])) for point in points]
     return [
@@ -104,7 +112,7 @@ def spread(points: Sequence[Found]) -> list[list[float]]:
     ]
 
 
-def logarithmic(axes: Any, first: float) -> None:
+def make_logarithmic(axes: Any, first: float) -> None:
     """Make both axes logarithmic, with plain numbers. An axis of ranks has powers of two."""
     axes.set(yscale="log")
     if isinstance(first, int):
@@ -118,22 +126,22 @@ def logarithmic(axes: Any, first: float) -> None:
         axis.set_minor_formatter(NullFormatter())
 
 
-def sizes(found: Found, path: Path) -> None:
+def draw_sizes(found: Found, path: Path) -> None:
     def draw(axes: Sequence[Any]) -> None:
-        for each, (title, points) in zip(axes, of_width(found).items(), strict=True):
-            exchanges(each, points, lambda point: point["bytes"] / 1e6)
+        for each, (title, points) in zip(axes, group_by_width(found).items(), strict=True):
+            plot_exchanges(each, points, lambda point: point["bytes"] / 1e6)
             each.set_title(title, fontsize=9)
             each.set(xlabel="MB of gradients", ylabel="seconds of an exchange")
 
-    panels(path, 2, 330, draw)
+    draw_panels(path, 2, 330, draw)
 
 
-def ranks(found: Found, path: Path) -> None:
+def draw_ranks(found: Found, path: Path) -> None:
     def draw(axes: Sequence[Any]) -> None:
         for number, (each, (title, points)) in enumerate(
-            zip(axes, of_ranks(found).items(), strict=True)
+            zip(axes, group_by_ranks(found).items(), strict=True)
         ):
-            exchanges(
+            plot_exchanges(
                 each,
                 points,
                 (lambda point: point["group"]) if number == 2 else (lambda point: point["ranks"]),
@@ -141,10 +149,10 @@ def ranks(found: Found, path: Path) -> None:
             each.set_title(title, fontsize=9)
             each.set(ylabel="seconds of an exchange" if number == 0 else None)
 
-    panels(path, 3, 330, draw)
+    draw_panels(path, 3, 330, draw)
 
 
-def steps(found: Found, path: Path) -> None:
+def draw_steps(found: Found, path: Path) -> None:
     """Plot the times of steps. Dots are measured. Lines are predictions: a measured step without
     exchange plus the clock's exchange.
     """
@@ -177,10 +185,12 @@ def steps(found: Found, path: Path) -> None:
                     label=NAMES.get(series, series) if series != "none" else "no exchange",
                 )
                 told = [
-                    STEPS * foretold(found, step) for step in chosen if series in ("tree", "ring")
+                    STEPS * predict_step(found, step)
+                    for step in chosen
+                    if series in ("tree", "ring")
                 ]
                 each.plot(place[: len(told)], told, color=colour, linewidth=1)
-            logarithmic(each, 1.0 if over_width else 1)
+            make_logarithmic(each, 1.0 if over_width else 1)
             each.set(
                 xlabel="MB of gradients" if over_width else "ranks", ylabel="seconds of an epoch"
             )
@@ -190,10 +200,10 @@ def steps(found: Found, path: Path) -> None:
                 fontsize=9,
             )
 
-    panels(path, 4, 520, draw)
+    draw_panels(path, 4, 520, draw)
 
 
-def accuracies(found: Found, path: Path) -> None:
+def draw_accuracies(found: Found, path: Path) -> None:
     rows = found["accuracy"]["rows"]
 
     def draw(axes: Sequence[Any]) -> None:
@@ -240,10 +250,10 @@ def accuracies(found: Found, path: Path) -> None:
         over_width.set(xticks=[16, 256, 1024], xticklabels=["16", "256", "1,024"], xlabel="width")
         over_width.set_title("4 ranks and serial (grey), mean and deviation", fontsize=9)
 
-    panels(path, 2, 300, draw)
+    draw_panels(path, 2, 300, draw)
 
 
-def weights(found: Found, path: Path) -> None:
+def draw_weights(found: Found, path: Path) -> None:
     def draw(axes: Sequence[Any]) -> None:
         for name, run in found["weights"]["found"].items():
             first = name.split(",")[0]
@@ -268,7 +278,7 @@ def weights(found: Found, path: Path) -> None:
         axes[0].set_title("80 replicas, weights averaged", fontsize=9)
         axes[1].set_title("every epoch, by a ring, with a planted bug", fontsize=9)
 
-    panels(path, 2, 330, draw)
+    draw_panels(path, 2, 330, draw)
 
 
 # a block of the page -> the parts that it needs, its table, its plot, and the caption of the plot
@@ -277,18 +287,33 @@ BLOCKS: dict[
 ] = {
     "sizes": (
         ("host", "links"),
-        tables.sizes,
-        sizes,
+        tables.build_size_table,
+        draw_sizes,
         "seconds of an exchange over megabytes: one host and limited links",
     ),
-    "ranks": (("host", "links", "clock"), tables.ranks, ranks, "seconds of an exchange over ranks"),
-    "far": (("clock",), tables.far, None, ""),
-    "slow": (("links", "slow"), tables.slow, None, ""),
-    "steps": (("host", "links"), tables.steps, steps, "seconds of an epoch"),
-    "ratios": (("links",), tables.ratios, None, ""),
-    "accuracy": (("accuracy",), tables.accuracy, accuracies, "accuracy over ranks and over width"),
-    "bugs": (("bugs",), tables.bugs, None, ""),
-    "weights": (("weights", "bugs"), tables.weights, weights, "accuracy over epochs, 80 replicas"),
-    "rounding": (("rounding",), tables.rounding, None, ""),
-    "machine": ((), tables.machines, None, ""),
+    "ranks": (
+        ("host", "links", "clock"),
+        tables.build_rank_table,
+        draw_ranks,
+        "seconds of an exchange over ranks",
+    ),
+    "far": (("clock",), tables.build_prediction_table, None, ""),
+    "slow": (("links", "slow"), tables.build_slow_links_table, None, ""),
+    "steps": (("host", "links"), tables.build_step_table, draw_steps, "seconds of an epoch"),
+    "ratios": (("links",), tables.build_ratio_table, None, ""),
+    "accuracy": (
+        ("accuracy",),
+        tables.build_accuracy_table,
+        draw_accuracies,
+        "accuracy over ranks and over width",
+    ),
+    "bugs": (("bugs",), tables.build_bug_table, None, ""),
+    "weights": (
+        ("weights", "bugs"),
+        tables.build_weight_table,
+        draw_weights,
+        "accuracy over epochs, 80 replicas",
+    ),
+    "rounding": (("rounding",), tables.build_rounding_table, None, ""),
+    "machine": ((), tables.build_machine_table, None, ""),
 }

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any
 
-from pages import milliseconds, table
+from pages import format_milliseconds, table
 
 ORDER = (
     "tree",
@@ -26,7 +26,7 @@ STEPS = 469  # per epoch: 60,000 samples in batches of 128
 Found = dict[str, Any]
 
 
-def of_width(found: Found) -> dict[str, list[Found]]:
+def group_by_width(found: Found) -> dict[str, list[Found]]:
     host = found["host"]["points"]
     links = found["links"]["points"]
     return {
@@ -37,7 +37,7 @@ def of_width(found: Found) -> dict[str, list[Found]]:
     }
 
 
-def of_ranks(found: Found) -> dict[str, list[Found]]:
+def group_by_ranks(found: Found) -> dict[str, list[Found]]:
     host, links = (
         [point for point in found[where]["points"] if point["width"] == 256]
         for where in ("host", "links")
@@ -50,47 +50,49 @@ def of_ranks(found: Found) -> dict[str, list[Found]]:
     }
 
 
-def foretold(found: Found, step: Found) -> float:
+def predict_step(found: Found, step: Found) -> float:
     """Return the predicted seconds of a step: the measured step without exchange, plus the clock's
     exchange.
     """
 
-    def same(other: Found) -> bool:
+    def is_same_setting(other: Found) -> bool:
         return all(other[key] == step[key] for key in ("ranks", "group", "width"))
 
     alone = next(
         other
         for other in found[step["where"]]["steps"]
-        if same(other) and other["series"] == "none"
+        if is_same_setting(other) and other["series"] == "none"
     )
     point = next(
         point
         for point in found[step["where"]]["points"]
-        if same(point) and point["series"] == step["series"]
+        if is_same_setting(point) and point["series"] == step["series"]
     )
     return float(median(alone["measured"]) + point["clock"])
 
 
-def shown(point: Found | None) -> str:
+def format_point(point: Found | None) -> str:
     """Return the measured milliseconds and the clock's error, as the text of a table cell."""
     if point is None:
         return ""
     taken = median(point["measured"])
-    return milliseconds(taken) + (f" ({point['clock'] / taken - 1:+.0%})" if point["clock"] else "")
+    return format_milliseconds(taken) + (
+        f" ({point['clock'] / taken - 1:+.0%})" if point["clock"] else ""
+    )
 
 
-def beside(
+def build_rows(
     points: list[Found], series: Sequence[str], over: str, values: Sequence[int]
 ) -> Iterable[list[str]]:
     for name in series:
         mine = {point[over]: point for point in points if point["series"] == name}
         if mine:
-            yield [NAMES.get(name, name), *(shown(mine.get(value)) for value in values)]
+            yield [NAMES.get(name, name), *(format_point(mine.get(value)) for value in values)]
 
 
-def sizes(found: Found) -> str:
+def build_size_table(found: Found) -> str:
     parts = []
-    for title, points in of_width(found).items():
+    for title, points in group_by_width(found).items():
         widths = sorted({point["width"] for point in points})
         by_width = {point["width"]: point["bytes"] for point in points}
         parts.append(
@@ -99,14 +101,14 @@ def sizes(found: Found) -> str:
                     f"{title} [ms]",
                     *(f"width {width}: {by_width[width] / 1e6:.3g} MB" for width in widths),
                 ],
-                beside(points, ORDER, "width", widths),
+                build_rows(points, ORDER, "width", widths),
             )
         )
     return "\n\n".join(parts)
 
 
-def ranks(found: Found) -> str:
-    host, links, sharing = of_ranks(found).values()
+def build_rank_table(found: Found) -> str:
+    host, links, sharing = group_by_ranks(found).values()
     links = [point for point in links if point.get("measured")]
     return "\n\n".join(
         [
@@ -115,24 +117,24 @@ def ranks(found: Found) -> str:
                     "on one host, width 256 [ms]",
                     *(f"{count} ranks, {count // 2} per core" for count in (2, 4, 8, 16)),
                 ],
-                beside(host, ORDER, "ranks", (2, 4, 8, 16)),
+                build_rows(host, ORDER, "ranks", (2, 4, 8, 16)),
             ),
             table(
                 ["on 100 Mbit/s, width 256 [ms]", *(f"{count} hosts" for count in (2, 4, 8, 16))],
-                beside(links, ORDER, "ranks", (2, 4, 8, 16)),
+                build_rows(links, ORDER, "ranks", (2, 4, 8, 16)),
             ),
             table(
                 [
                     "8 ranks on 100 Mbit/s, width 256 [ms]",
                     *(f"{group} per link" for group in (1, 2, 4)),
                 ],
-                beside(sharing, ORDER, "group", (1, 2, 4)),
+                build_rows(sharing, ORDER, "group", (1, 2, 4)),
             ),
         ]
     )
 
 
-def slow(found: Found) -> str:
+def build_slow_links_table(found: Found) -> str:
     """Return the table of 16 hosts on both kinds of links.
 
     It shows the clock's errors when the cores have time (slow links) and when they do not.
@@ -145,14 +147,14 @@ def slow(found: Found) -> str:
     return table(
         ["16 hosts, width 256 [ms]", *rates],
         [
-            [NAMES.get(name, name), *(shown(column[name]) for column in columns)]
+            [NAMES.get(name, name), *(format_point(column[name]) for column in columns)]
             for name in ORDER
             if name in columns[0]
         ],
     )
 
 
-def far(found: Found) -> str:
+def build_prediction_table(found: Found) -> str:
     points = found["clock"]["points"]
     ranks = sorted({point["ranks"] for point in points})
     rows = []
@@ -174,7 +176,7 @@ def far(found: Found) -> str:
     )
 
 
-def ratios(found: Found) -> str:
+def build_ratio_table(found: Found) -> str:
     """Return the table of the times of each tree over the ring: measured, by the clock, and by the
     formula.
     """
@@ -209,7 +211,7 @@ def ratios(found: Found) -> str:
     )
 
 
-def steps(found: Found) -> str:
+def build_step_table(found: Found) -> str:
     rows = []
     for where in ("host", "links"):
         seen = [step for step in found[where]["steps"] if step["group"] == 1]
@@ -233,7 +235,7 @@ def steps(found: Found) -> str:
                     str(width),
                     *cells,
                     f"{median(mine['tree']['measured']) / median(mine['ring']['measured']):.2f}",
-                    f"{foretold(found, mine['tree']) / foretold(found, mine['ring']):.2f}",
+                    f"{predict_step(found, mine['tree']) / predict_step(found, mine['ring']):.2f}",
                 ]
             )
     return table(
@@ -252,7 +254,7 @@ def steps(found: Found) -> str:
     )
 
 
-def accuracy(found: Found) -> str:
+def build_accuracy_table(found: Found) -> str:
     rows = found["accuracy"]["rows"]
     serial = {row["width"]: row["mean"] for row in rows if row["strategy"] == "serial"}
     return table(
@@ -278,7 +280,7 @@ def accuracy(found: Found) -> str:
     )
 
 
-def weights(found: Found) -> str:
+def build_weight_table(found: Found) -> str:
     return table(
         ["80 replicas", "after 1 epoch", "5", "10", "20", "replicas at the end"],
         [
@@ -292,7 +294,7 @@ def weights(found: Found) -> str:
     )
 
 
-def bugs(found: Found) -> str:
+def build_bug_table(found: Found) -> str:
     rows = []
     for averaged in ("gradients", "weights"):
         mine = [row for row in found["bugs"]["rows"] if row["averaged"] == averaged]
@@ -330,7 +332,7 @@ def bugs(found: Found) -> str:
     )
 
 
-def rounding(found: Found) -> str:
+def build_rounding_table(found: Found) -> str:
     return table(
         [
             "replicas",
@@ -347,7 +349,7 @@ def rounding(found: Found) -> str:
     )
 
 
-def machines(found: Found) -> str:
+def build_machine_table(found: Found) -> str:
     return table(
         ["part", "minutes", "machine"],
         [

@@ -15,7 +15,7 @@ from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
-from common import Bench, alternated
+from common import Bench, measure_in_turn
 from hosts import hosts
 from workers import MPIRUN, Stopwatch, Workers, serve
 
@@ -48,19 +48,19 @@ FAR = (32, 64, 128, 256, 512, 1024)  # hosts of the clock's predictions
 BATCH = 128
 
 
-def bytes_of(width: int) -> int:
+def count_gradient_bytes(width: int) -> int:
     """Return the bytes of the gradients of mnist-mlp."""
     return 4 * (401_930 + 523 * width)
 
 
-def groups(ranks: int) -> int:
+def choose_group_size(ranks: int) -> int:
     """Return the group size of two_level if every rank has its own link: the square root of the
     number of ranks, or the power of two below it.
     """
     return 2 ** ((ranks.bit_length() - 1) // 2)
 
 
-def schedule(series: str, inner: int = 1) -> Any:
+def find_algorithm(series: str, inner: int = 1) -> Any:
     """Return the algorithm of a series. inner: the number of ranks in a group of two_level."""
     chosen = strategy(
         f"data(8, reduce={f'two_level(group={inner})' if series == 'two_level' else series})"
@@ -69,7 +69,7 @@ def schedule(series: str, inner: int = 1) -> Any:
     return chosen.reduce
 
 
-def host(bench: Bench, _: dict[str, Any]) -> dict[str, Any]:
+def measure_host(bench: Bench, _: dict[str, Any]) -> dict[str, Any]:
     """Measure on one host, whose cores all ranks share."""
     found: dict[str, Any] = {"points": [], "steps": [], "clusters": []}
     for ranks in RANKS:
@@ -82,15 +82,15 @@ def host(bench: Bench, _: dict[str, Any]) -> dict[str, Any]:
             widths = WIDTHS if ranks == 4 else (WIDTH,)
             facts = {"where": "host", "ranks": ranks, "group": 1}
             found["clusters"].append({**facts, **asdict(cluster)})
-            found["points"] += exchanged(
+            found["points"] += time_exchanges(
                 bench, workers, widths, cluster, bench.rounds(15, 1), mpi=mpi, **facts
             )
-            found["steps"] += stepped(bench, workers, widths, bench.rounds(5, 1), **facts)
+            found["steps"] += time_steps(bench, workers, widths, bench.rounds(5, 1), **facts)
     return found
 
 
 @contextmanager
-def linked(
+def launch_on_links(
     bench: Bench, count: int, group: int, megabits: float, found: dict[str, Any]
 ) -> Iterator[tuple[Workers, Cluster]]:
     """Start ranks on hosts with limited links, and yield them with their measured cluster.
@@ -116,41 +116,41 @@ def linked(
                 )
 
 
-def links(bench: Bench, _: dict[str, Any]) -> dict[str, Any]:
+def measure_links(bench: Bench, _: dict[str, Any]) -> dict[str, Any]:
     """Measure on hosts with limited links, with one or more ranks per host."""
     found: dict[str, Any] = {"points": [], "steps": [], "clusters": []}
     for count, group in HOSTS:
-        with linked(bench, count, group, MEGABITS, found) as (workers, cluster):
+        with launch_on_links(bench, count, group, MEGABITS, found) as (workers, cluster):
             widths = WIDTHS if (count, group) == HOSTS[0] else (WIDTH,)
             facts = {"where": "links", "ranks": count * group, "group": group}
-            found["points"] += exchanged(
+            found["points"] += time_exchanges(
                 bench, workers, widths, cluster, bench.rounds(5, 1), **facts
             )
-            found["steps"] += stepped(bench, workers, widths, bench.rounds(3, 1), **facts)
+            found["steps"] += time_steps(bench, workers, widths, bench.rounds(3, 1), **facts)
     return found
 
 
-def slow(bench: Bench, _: dict[str, Any]) -> dict[str, Any]:
+def measure_slow_links(bench: Bench, _: dict[str, Any]) -> dict[str, Any]:
     """Measure on 16 hosts with slower links, so that the cores of the machine have more time for
     each byte.
     """
     count, group = HOSTS[-1]
     found: dict[str, Any] = {"clusters": [], "megabits": SLOW}
-    with linked(bench, count, group, SLOW, found) as (workers, cluster):
+    with launch_on_links(bench, count, group, SLOW, found) as (workers, cluster):
         facts = {"where": "slow", "ranks": count * group, "group": group}
         found["points"] = list(
-            exchanged(bench, workers, (WIDTH,), cluster, bench.rounds(5, 1), **facts)
+            time_exchanges(bench, workers, (WIDTH,), cluster, bench.rounds(5, 1), **facts)
         )
     return found
 
 
-def clock(bench: Bench, found: dict[str, Any]) -> dict[str, Any]:
+def predict_times(bench: Bench, found: dict[str, Any]) -> dict[str, Any]:
     """Predict the times on more hosts, by the clock and by closed form. The link is the one that
     `links` measured on 8 hosts.
     """
     if "links" not in found:
         raise Refused(
-            "the clock goes on from the link that part `links` measures: --only links clock"
+            "part `clock` needs the link that part `links` measures: give --only links clock"
         )
     count, group = HOSTS[0]
     told = next(
@@ -162,10 +162,10 @@ def clock(bench: Bench, found: dict[str, Any]) -> dict[str, Any]:
         Link(**{**told["link"], "points": tuple(map(tuple, told["link"]["points"]))}), told["gamma"]
     )
     points = []
-    size = bytes_of(WIDTH)
+    size = count_gradient_bytes(WIDTH)
     for ranks in FAR[:2] if bench.quick else FAR:
         for series in OURS:
-            algorithm = schedule(series, groups(ranks))
+            algorithm = find_algorithm(series, choose_group_size(ranks))
             # this ring on more ranks has two million messages, all different, so it is left out
             played = series != "ring(blocking=true)" or ranks <= 128
             points.append(
@@ -176,8 +176,8 @@ def clock(bench: Bench, found: dict[str, Any]) -> dict[str, Any]:
                     "width": WIDTH,
                     "bytes": size,
                     "series": series,
-                    "inner": groups(ranks),
-                    "form": formed(algorithm, ranks, size, cluster),
+                    "inner": choose_group_size(ranks),
+                    "form": predict_by_formula(algorithm, ranks, size, cluster),
                     "clock": time_collective(algorithm, ranks, size // 4, cluster).seconds
                     if played
                     else None,
@@ -187,7 +187,7 @@ def clock(bench: Bench, found: dict[str, Any]) -> dict[str, Any]:
     return {"points": points}
 
 
-def exchanged(
+def time_exchanges(
     bench: Bench,
     workers: Workers,
     widths: tuple[int, ...],
@@ -199,21 +199,23 @@ def exchanged(
     """Yield the times of every series at some widths: measured, by the clock, by closed form."""
     ranks = facts["ranks"]
     group = facts["group"]
-    inner = group if group > 1 else groups(ranks)
+    inner = group if group > 1 else choose_group_size(ranks)
     algorithms = {
-        name: schedule(name, inner) for name in OURS if name != "two_level" or 1 < inner < ranks
+        name: find_algorithm(name, inner)
+        for name in OURS
+        if name != "two_level" or 1 < inner < ranks
     }
     for width in widths:
-        size = bytes_of(width)
+        size = count_gradient_bytes(width)
 
-        def seconds(name: str, size: int = size) -> float:
+        def measure_series(name: str, size: int = size) -> float:
             if name == "OpenMPI" and mpi is not None:
                 return max(mpi.ask(size))
             return max(workers.ask(("exchange", str(algorithms.get(name, name)), size)))
 
         series = [*algorithms, "native", *(["OpenMPI"] if mpi is not None else [])]
-        for name, taken in alternated(
-            {name: (lambda name=name: seconds(name)) for name in series}, rounds
+        for name, taken in measure_in_turn(
+            {name: (lambda name=name: measure_series(name)) for name in series}, rounds
         ).items():
             algorithm = algorithms.get(name)
             clock = (
@@ -233,11 +235,11 @@ def exchanged(
                 "inner": inner,
                 "measured": taken,
                 "clock": clock,
-                "form": formed(algorithm, ranks, size, cluster) if algorithm else None,
+                "form": predict_by_formula(algorithm, ranks, size, cluster) if algorithm else None,
             }
 
 
-def formed(algorithm: Any, ranks: int, size: int, cluster: Cluster) -> float | None:
+def predict_by_formula(algorithm: Any, ranks: int, size: int, cluster: Cluster) -> float | None:
     """Return the time of the textbook's formula, which has only alpha, beta and gamma.
 
     Return None if there is no formula, as for ranks that share a link.
@@ -253,13 +255,13 @@ def formed(algorithm: Any, ranks: int, size: int, cluster: Cluster) -> float | N
         return None
 
 
-def stepped(
+def time_steps(
     bench: Bench, workers: Workers, widths: tuple[int, ...], rounds: int, **facts: Any
 ) -> Iterator[dict[str, Any]]:
     """Yield the seconds of whole training steps, and of steps without an exchange."""
     for width in sorted({*widths} & {*STEPPED}):
         names = ["none", *STEPS]
-        times = alternated(
+        times = measure_in_turn(
             {
                 name: (lambda name=name, width=width: max(workers.ask(("step", name, width))))
                 for name in names
@@ -270,30 +272,30 @@ def stepped(
             yield {
                 **facts,
                 "width": width,
-                "bytes": bytes_of(width),
+                "bytes": count_gradient_bytes(width),
                 "series": name,
                 "measured": times[name],
             }
 
 
 # ---- in a rank -------------------------------------------------------------------------------
-def worker_of_mpi(address: str) -> None:
+def run_mpi_worker(address: str) -> None:
     """Time OpenMPI's own all-reduce in the same way as the others."""
     import numpy
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
-    watch = Stopwatch(SimpleNamespace(barrier=world.Barrier, agreed=world.bcast))
+    watch = Stopwatch(SimpleNamespace(barrier=world.Barrier, broadcast_object=world.bcast))
 
-    def exchange(size: int) -> float:
+    def time_exchange(size: int) -> float:
         vector = numpy.zeros(size // 4, dtype=numpy.float32)
         result = numpy.empty(size // 4, dtype=numpy.float32)
         return watch.seconds(size, lambda: world.Allreduce(vector, result))
 
-    serve(address, exchange)
+    serve(address, time_exchange)
 
 
-def worker(address: str) -> None:
+def run_worker(address: str) -> None:
     import os
 
     import torch
@@ -308,14 +310,14 @@ def worker(address: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
 
-    def exchange(name: str, size: int) -> float:
+    def time_exchange(name: str, size: int) -> float:
         vector = torch.zeros(size // 4)
         if name == "native":
             return watch.seconds((name, size), lambda: dist.all_reduce(vector))
-        algorithm = schedule(name)
+        algorithm = find_algorithm(name)
         return watch.seconds((name, size), lambda: run_all_reduce(algorithm, vector, world))
 
-    def cluster(group: int) -> Cluster:
+    def measure_cluster(group: int) -> Cluster:
         """Measure the links between hosts and inside a host, as rank 0 sees them. All ranks are on
         one machine and share its cores.
         """
@@ -329,7 +331,7 @@ def worker(address: str) -> None:
         )
         return world.broadcast_object(found)  # type: ignore[no-any-return]
 
-    def step(name: str, width: int) -> float:
+    def time_step(name: str, width: int) -> float:
         """Return the median of the steps after the first one. All ranks begin a step together."""
         job = pg.job("mnist-mlp", width=width)
         model = job.build_model()
@@ -360,12 +362,14 @@ def worker(address: str) -> None:
         watch = Stopwatch(world)
         serve(
             address,
-            lambda order: {"cluster": cluster, "exchange": exchange, "step": step}[order[0]](
-                *order[1:]
-            ),
+            lambda order: {
+                "cluster": measure_cluster,
+                "exchange": time_exchange,
+                "step": time_step,
+            }[order[0]](*order[1:]),
         )
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    {"gloo": worker, "mpi": worker_of_mpi}[sys.argv[2]](sys.argv[3])
+    {"gloo": run_worker, "mpi": run_mpi_worker}[sys.argv[2]](sys.argv[3])

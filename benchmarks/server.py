@@ -48,11 +48,11 @@ from unittest import mock
 
 import torch
 import zmq
-from common import Bench, alternated, ratios
+from common import Bench, measure_in_turn, ratios
 from hosts import PORT, Cluster, hosts
-from pages import DOCS, FIGURES, filled, milliseconds, table
+from pages import DOCS, FIGURES, fill_block, format_milliseconds, table
 from torch import nn
-from trainings import ours
+from trainings import make_training_measure
 from workers import Workers, serve
 
 import paragrad as pg
@@ -89,7 +89,7 @@ PAGE = DOCS / "techniques" / "server.md"
 RESULTS = FIGURES / "server.json"
 
 
-def model() -> nn.Module:
+def build_model() -> nn.Module:
     return nn.Sequential(*(nn.Linear(SIDE, SIDE, bias=False) for _ in range(LAYERS)))
 
 
@@ -103,7 +103,7 @@ class Setting:
         inputs = torch.randn(64, SIDE, generator=torch.Generator().manual_seed(0))
         return pg.Job(
             name="contention",
-            model=model,
+            model=build_model,
             loss=nn.functional.mse_loss,
             epochs=1000,
             batch=16,
@@ -113,26 +113,26 @@ class Setting:
 
 
 # ---- a push and a pull, in two workers and a server ------------------------------------------
-def copies(address: str) -> None:
+def serve_orders(address: str) -> None:
     """Answer orders (transport, what) with the median of the seconds that the work takes."""
     torch.set_num_threads(1)
     allocator.keep_freed_memory()  # as in the ranks of a training
     with join_launched_world("gloo") as world:
-        sides = {transport: side(world, transport) for transport in TRANSPORTS}
+        sides = {transport: make_exchange(world, transport) for transport in TRANSPORTS}
 
         def answer(order: tuple[str, str]) -> float:
             transport, whose = order
-            turn = turns(sides[transport], whose)
-            return median([in_step(world, turn) for _ in range(TURNS + 3)][3:])
+            turn = make_turn(sides[transport], whose)
+            return median([time_turn(world, turn) for _ in range(TURNS + 3)][3:])
 
         serve(address, answer)
 
 
-def side(
+def make_exchange(
     world: World, transport: str
 ) -> server_exchange.ServerExchange | worker_exchange.WorkerExchange:
     """Make this rank's exchange, of a worker or of the server, over a transport. Collective."""
-    made = model()
+    made = build_model()
     strategy = pg.strategy("server(2)")
     for parameter in made.parameters():
         parameter.grad = torch.full_like(parameter, 1e-6)
@@ -147,7 +147,7 @@ def side(
                 mock.patch.object(server_exchange, "find_own_host", return_value="127.0.0.1")
             )
         if transport == "TCP":
-            stack.enter_context(mock.patch.object(server_exchange, "Listener", bare))
+            stack.enter_context(mock.patch.object(server_exchange, "Listener", make_plain_listener))
         if world.rank < 2:
             asks = worker_exchange.WorkerExchange(strategy, replica, world, StepLog(None), None)
             _ = asks.shared_memory_use  # asks the server whether shared memory can be used
@@ -155,52 +155,52 @@ def side(
         serves = server_exchange.ServerExchange(strategy, replica, world, StepLog(None), None)
         # answer the two workers, which ask whether shared memory can be used
         for _ in range(2 if transport == "ipc" else 0):
-            answered(serves)
+            handle_request(serves)
         return serves
 
 
-def bare(longest: int, host: str, keys: KeyPair, **more: Any) -> Listener:
+def make_plain_listener(longest: int, host: str, keys: KeyPair, **more: Any) -> Listener:
     """Make a server's socket over TCP without encryption. paragrad itself has no such socket."""
     found = Listener(longest, None, keys, Address(f"tcp://{host}:*"), **more)
     found.address = Address(found.socket.get_string(zmq.LAST_ENDPOINT))
     return found
 
 
-def turns(own: Any, whose: str) -> Callable[[], object]:
+def make_turn(own: Any, whose: str) -> Callable[[], object]:
     """Return a function that does this rank's part of a push and a pull."""
     if isinstance(own, server_exchange.ServerExchange):
         own.shard.draw_alike = lambda name, step, update: update() if whose == UPDATED else None
-        return partial(handed, own) if whose == THEIRS else partial(taken, own)
-    return partial(copied, own) if whose == THEIRS else partial(stepped, own)
+        return partial(serve_copies, own) if whose == THEIRS else partial(handle_turn, own)
+    return partial(send_copies, own) if whose == THEIRS else partial(push_and_pull, own)
 
 
-def in_step(world: World, turn: Callable[[], object]) -> float:
+def time_turn(world: World, turn: Callable[[], object]) -> float:
     world.barrier()
     start = time.perf_counter()
     turn()
     return time.perf_counter() - start
 
 
-def taken(own: server_exchange.ServerExchange) -> None:
+def handle_turn(own: server_exchange.ServerExchange) -> None:
     # two pushes, and two requests for the update
     for _ in range(4):
-        answered(own)
+        handle_request(own)
 
 
-def answered(own: server_exchange.ServerExchange) -> None:
+def handle_request(own: server_exchange.ServerExchange) -> None:
     found = own.listener.receive_message(60.0)
     assert found is not None
     own.request_handler.handle_message(found)
 
 
-def stepped(own: worker_exchange.WorkerExchange) -> None:
+def push_and_pull(own: worker_exchange.WorkerExchange) -> None:
     own.begin()
     own.finish(1.0, 1.0)
     own.average(2.0)
     own.update()
 
 
-def handed(own: server_exchange.ServerExchange) -> None:
+def serve_copies(own: server_exchange.ServerExchange) -> None:
     """Do the server's part of the copies with pyzmq alone."""
     line = own.listener.socket
     vector = view_bytes(WHOLE)
@@ -212,7 +212,7 @@ def handed(own: server_exchange.ServerExchange) -> None:
         line.send_multipart([whose, bytes(104), b"", vector], copy=False)
 
 
-def copied(own: worker_exchange.WorkerExchange) -> None:
+def send_copies(own: worker_exchange.WorkerExchange) -> None:
     line = own.client.sockets[0]
     line.send_multipart([bytes(104), b"", view_bytes(WHOLE)], copy=False)
     line.recv_multipart()
@@ -220,14 +220,14 @@ def copied(own: worker_exchange.WorkerExchange) -> None:
     line.recv_multipart(copy=False)
 
 
-def pushes_and_pulls(bench: Bench) -> None:
+def measure_pushes_and_pulls(bench: Bench) -> None:
     workers = Workers(__file__, "copies", 3)
     measures = {
         (transport, whose): lambda order=(transport, whose): max(workers.ask(order)[:2])
         for transport in TRANSPORTS
         for whose in (THEIRS, OURS, UPDATED)
     }
-    found = alternated(
+    found = measure_in_turn(
         {f"{transport}, {whose} [s]": each for (transport, whose), each in measures.items()},
         bench.rounds(15, quick=5),
     )
@@ -249,7 +249,7 @@ def pushes_and_pulls(bench: Bench) -> None:
 
 
 # ---- steps of trainings ----------------------------------------------------------------------
-def on_hosts(cluster: Cluster, folder: Path, workers: int, servers: int) -> float:
+def measure_on_hosts(cluster: Cluster, folder: Path, workers: int, servers: int) -> float:
     """Train on hosts, and return the seconds of a step.
 
     Each rank is started with the variables of torchrun, but without torchrun's agent, which would
@@ -285,21 +285,21 @@ def closed_form(workers: int, servers: int) -> float:
     return 2 * max(workers / servers, 1.0) * BYTES * 8e-6 / MEGABITS
 
 
-def trained(strategy: str, folder: str) -> None:
+def run_training(strategy: str, folder: str) -> None:
     train(Setting().job(), strategy, runs=folder, limit=STEPS)
 
 
-def pairs() -> Iterator[tuple[int, int]]:
+def list_pairs() -> Iterator[tuple[int, int]]:
     return ((workers, servers) for workers in WORKERS for servers in SERVERS)
 
 
-def steps(bench: Bench, folder: Path) -> None:
-    some = [(1, 1), (4, 1), (4, 2)] if bench.quick else list(pairs())
+def measure_steps(bench: Bench, folder: Path) -> None:
+    some = [(1, 1), (4, 1), (4, 2)] if bench.quick else list(list_pairs())
     most = WORKERS[-1] + SERVERS[-1]
     with Launcher(most) as ranks:
-        found = alternated(
+        found = measure_in_turn(
             {
-                f"one host, {workers} to {servers} [ms]": ours(
+                f"one host, {workers} to {servers} [ms]": make_training_measure(
                     ranks, f"server({workers}, servers={servers})", Setting(25), folder
                 )
                 for workers, servers in some
@@ -309,13 +309,13 @@ def steps(bench: Bench, folder: Path) -> None:
     with hosts(most, megabits=MEGABITS) as cluster:
         measures = {
             f"hosts, {workers} to {servers} [s]": partial(
-                on_hosts, cluster, folder, workers, servers
+                measure_on_hosts, cluster, folder, workers, servers
             )
             for workers, servers in some
         }
-        found |= alternated(measures, 1)
-        repeated = alternated(
-            {"most": partial(on_hosts, cluster, folder, 4, 4)}, 1 if bench.quick else 2
+        found |= measure_in_turn(measures, 1)
+        repeated = measure_in_turn(
+            {"most": partial(measure_on_hosts, cluster, folder, 4, 4)}, 1 if bench.quick else 2
         )["most"]
         found["hosts, 4 to 4 [s]"] = found.get("hosts, 4 to 4 [s]", []) + repeated
         for name, fault in cluster.faults().items():
@@ -337,30 +337,36 @@ def steps(bench: Bench, folder: Path) -> None:
 
 
 # ---- the page --------------------------------------------------------------------------------
-def copies_told(bench: Bench) -> str:
-    def shown(transport: str, what: str) -> str:
+def build_copies_table(bench: Bench) -> str:
+    def format_copies(transport: str, what: str) -> str:
         over = (
             ""
             if what == THEIRS
             else f" ({bench.figures[f'{transport}, {what} over {THEIRS}']['value']:.2f})"
         )
-        return milliseconds(median(bench.measured[f"{transport}, {what} [s]"])) + over
+        return format_milliseconds(median(bench.measured[f"{transport}, {what} [s]"])) + over
 
     return table(
         ["4 MB, two workers, one server [ms]", *TRANSPORTS],
-        [[what, *(shown(each, what) for each in TRANSPORTS)] for what in (THEIRS, OURS, UPDATED)],
+        [
+            [what, *(format_copies(each, what) for each in TRANSPORTS)]
+            for what in (THEIRS, OURS, UPDATED)
+        ],
     )
 
 
-def steps_told(bench: Bench) -> str:
-    def shown(workers: int, servers: int) -> str:
+def build_steps_table(bench: Bench) -> str:
+    def format_step(workers: int, servers: int) -> str:
         own = median(bench.measured[f"hosts, {workers} to {servers} [s]"])
         form = closed_form(workers, servers)
         return f"{own:.2f} ({form:.2f}: {form / own:.2f})"
 
     many = table(
         ["workers, a link each", *(f"servers: {servers}" for servers in SERVERS)],
-        [[str(workers), *(shown(workers, servers) for servers in SERVERS)] for workers in WORKERS],
+        [
+            [str(workers), *(format_step(workers, servers) for servers in SERVERS)]
+            for workers in WORKERS
+        ],
     )
     one = table(
         ["workers, one host [ms]", *(f"servers: {servers}" for servers in SERVERS)],
@@ -378,9 +384,9 @@ def steps_told(bench: Bench) -> str:
     return f"{many}\n\n{one}"
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--only", choices=("copies", "steps"), help="one of the two parts")
+    parser.add_argument("--only", choices=("copies", "steps"), help="measure only this part")
     parser.add_argument(
         "--page",
         action="store_true",
@@ -389,27 +395,27 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def main() -> None:
-    bench = Bench(__doc__, options)
+    bench = Bench(__doc__, add_options)
     if bench.options.worker:
         kind, place = bench.options.worker
-        copies(place) if kind == "copies" else trained(kind, place)
+        serve_orders(place) if kind == "copies" else run_training(kind, place)
         return
     if bench.options.page and (
         bench.quick or bench.options.only or bench.options.rounds or bench.options.json
     ):
-        sys.exit("the page is of everything, in full: give no other option but --check")
+        sys.exit("the page shows all parts, measured in full: with --page, give only --check")
     if bench.options.only != "steps":
-        pushes_and_pulls(bench)
+        measure_pushes_and_pulls(bench)
     if bench.options.only != "copies":
         with tempfile.TemporaryDirectory() as folder:
-            steps(bench, Path(folder))
+            measure_steps(bench, Path(folder))
     if bench.options.page:
         bench.keep(RESULTS)
         PAGE.write_text(
-            filled(
-                filled(PAGE.read_text(), "copies", copies_told(bench)),
+            fill_block(
+                fill_block(PAGE.read_text(), "copies", build_copies_table(bench)),
                 "contention",
-                steps_told(bench),
+                build_steps_table(bench),
             )
         )
     bench.finish()

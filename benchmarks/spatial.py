@@ -32,9 +32,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from common import Bench, alternated, ratios
+from common import Bench, measure_in_turn, ratios
 from torch import Tensor, nn
-from trainings import Loop, backward_of, looped, ours, shuffled, theirs
+from trainings import (
+    Loop,
+    make_backward,
+    make_loop_measure,
+    make_training_measure,
+    serve_loops,
+    shuffle_batches,
+)
 from workers import Workers
 
 import paragrad as pg
@@ -109,20 +116,26 @@ PEERS = {
 
 
 def main() -> None:
-    bench = Bench(__doc__, options)
+    bench = Bench(__doc__, add_options)
     if bench.options.worker:
-        looped(*bench.options.worker, loop)
+        serve_loops(*bench.options.worker, build_loop)
         return
     with tempfile.TemporaryDirectory() as folder, Launcher(RANKS) as ranks:
         peers = {kind: Workers(__file__, kind, RANKS) for kind in ("halves", "halves, in step")}
         for setting in SETTINGS[:1] if bench.quick else SETTINGS:
             measures = {
-                strategy: ours(ranks, strategy, setting, Path(folder) / str(setting))
+                strategy: make_training_measure(
+                    ranks, strategy, setting, Path(folder) / str(setting)
+                )
                 for strategy in ("spatial(2)", "serial(threads=1)", "serial")
             }
             print(f"{setting} [ms]", flush=True)
-            measures |= {kind: theirs(workers, setting) for kind, workers in peers.items()}
-            found = alternated(measures, bench.rounds(5 if setting == SETTINGS[0] else 3, quick=2))
+            measures |= {
+                kind: make_loop_measure(workers, setting) for kind, workers in peers.items()
+            }
+            found = measure_in_turn(
+                measures, bench.rounds(5 if setting == SETTINGS[0] else 3, quick=2)
+            )
             bench.measured.setdefault("ms per step", {})[str(setting)] = found
             for kind, name in PEERS.items():
                 bench.figure(
@@ -132,15 +145,15 @@ def main() -> None:
                 )
         for workers in peers.values():
             workers.close()
-    counted(bench)
+    compare_bytes_and_memory(bench)
     bench.finish()
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
 
 
-def counted(bench: Bench) -> None:
+def compare_bytes_and_memory(bench: Bench) -> None:
     """Add the figures about bytes and memory."""
     setting = SETTINGS[0]
     plan = inspect_model(strategy("spatial(2)"), Convolutions(), setting.data()[0][:1])
@@ -175,13 +188,13 @@ def counted(bench: Bench) -> None:
 
 
 # ---- in a rank -------------------------------------------------------------------------------
-def loop(setting: Setting) -> Loop:
+def build_loop(setting: Setting) -> Loop:
     model = Convolutions()
     inputs, targets = setting.data(RANKS)
     return Loop(
         torch.optim.SGD(model.parameters(), lr=0.01),
-        backward_of(model, nn.functional.cross_entropy),
-        shuffled(inputs, targets, 1),
+        make_backward(model, nn.functional.cross_entropy),
+        shuffle_batches(inputs, targets, 1),
     )
 
 

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from common import Bench, alternated, differences, ratios
+from common import Bench, differences, measure_in_turn, ratios
 
 LIMIT = 120.0  # seconds for a command
 LOOK = 0.002  # seconds between two checks of a file
@@ -42,14 +42,14 @@ SCRIPT = textwrap.dedent("""
 """)
 
 
-def stepped(folder: Path) -> bool:
+def has_first_step(folder: Path) -> bool:
     """Return whether a run below the folder has recorded its first step. The peer writes a file of
     the same name.
     """
     return any(b'"step"' in path.read_bytes() for path in folder.glob("*/rank-0.jsonl"))
 
 
-def watched(words: Sequence[str], folders: Sequence[Path]) -> tuple[float, list[float], str]:
+def watch_command(words: Sequence[str], folders: Sequence[Path]) -> tuple[float, list[float], str]:
     """Run a command to its end, and return when it was started, when the first step in each folder
     was done, and the output.
     """
@@ -62,7 +62,7 @@ def watched(words: Sequence[str], folders: Sequence[Path]) -> tuple[float, list[
         ) as running,
     ):
         while running.poll() is None:
-            if len(seen) < len(folders) and stepped(folders[len(seen)]):
+            if len(seen) < len(folders) and has_first_step(folders[len(seen)]):
                 seen.append(time.monotonic())
             if time.monotonic() - begun > LIMIT:
                 running.kill()
@@ -75,21 +75,23 @@ def watched(words: Sequence[str], folders: Sequence[Path]) -> tuple[float, list[
     return begun, seen, printed
 
 
-def command(*words: str) -> Callable[[], float]:
+def make_command_measure(*words: str) -> Callable[[], float]:
     """Return a function that measures the seconds from a command to its first step. The last word
     of the command is a folder.
     """
 
     def measure() -> float:
         with tempfile.TemporaryDirectory() as folder:
-            begun, (first,), _ = watched([sys.executable, "-m", *words, folder], [Path(folder)])
+            begun, (first,), _ = watch_command(
+                [sys.executable, "-m", *words, folder], [Path(folder)]
+            )
             return first - begun
 
     return measure
 
 
-def ours(strategy: str, backend: str) -> Callable[[], float]:
-    return command(
+def make_training_measure(strategy: str, backend: str) -> Callable[[], float]:
+    return make_command_measure(
         "paragrad",
         "train",
         "digits",
@@ -103,8 +105,8 @@ def ours(strategy: str, backend: str) -> Callable[[], float]:
     )
 
 
-def torchrun(workers: int) -> Callable[[], float]:
-    return command(
+def make_torchrun_measure(workers: int) -> Callable[[], float]:
+    return make_command_measure(
         "torch.distributed.run",
         "--standalone",
         "--nproc-per-node",
@@ -113,13 +115,13 @@ def torchrun(workers: int) -> Callable[[], float]:
     )
 
 
-def calls(strategy: str, backend: str) -> tuple[float, float]:
+def measure_calls(strategy: str, backend: str) -> tuple[float, float]:
     """Run a script with two calls, and return the seconds from each call to its first step."""
     with tempfile.TemporaryDirectory() as folder:
         folders = [Path(folder, name) for name in ("first", "second")]
         script = Path(folder, "script.py")
         script.write_text(SCRIPT)
-        _, seen, printed = watched(
+        _, seen, printed = watch_command(
             [sys.executable, str(script), strategy, backend, *map(str, folders)], folders
         )
         called = [float(line) for line in printed.splitlines() if line.replace(".", "").isdigit()]
@@ -128,32 +130,32 @@ def calls(strategy: str, backend: str) -> tuple[float, float]:
 
 
 def main() -> None:
-    def options(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--backend", default="auto", help="of our ranks")
+    def add_options(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--backend", default="auto", help="backend of the ranks of paragrad")
 
-    bench = Bench(__doc__, options)
+    bench = Bench(__doc__, add_options)
     rounds = bench.rounds(7, quick=2)
     # torchrun sets this variable itself, and paragrad divides the cores over its ranks
     os.environ.pop("OMP_NUM_THREADS", None)
     second: dict[int, list[float]] = {2: [], 4: []}
 
-    def script(workers: int) -> Callable[[], float]:
+    def make_script_measure(workers: int) -> Callable[[], float]:
         def measure() -> float:
-            first, again = calls(f"data({workers})", bench.options.backend)
+            first, again = measure_calls(f"data({workers})", bench.options.backend)
             second[workers].append(again)
             return first
 
         return measure
 
-    times = alternated(
+    times = measure_in_turn(
         {
-            "serial": ours("serial", bench.options.backend),
+            "serial": make_training_measure("serial", bench.options.backend),
             **{
-                f"data({workers})": ours(f"data({workers})", bench.options.backend)
+                f"data({workers})": make_training_measure(f"data({workers})", bench.options.backend)
                 for workers in (2, 4)
             },
-            **{f"torchrun {workers}": torchrun(workers) for workers in (2, 4)},
-            **{f"script {workers}": script(workers) for workers in (2, 4)},
+            **{f"torchrun {workers}": make_torchrun_measure(workers) for workers in (2, 4)},
+            **{f"script {workers}": make_script_measure(workers) for workers in (2, 4)},
         },
         rounds,
     )

@@ -32,8 +32,8 @@ from statistics import mean
 from typing import Any
 
 from common import Bench, ratios
-from pages import DOCS, FIGURES, filled, shown, table
-from plots import panels
+from pages import DOCS, FIGURES, fill_block, format_plot, table
+from plots import draw_panels
 
 import paragrad as pg
 from paragrad.record.record import Line, Record
@@ -63,7 +63,7 @@ TOLD = (
 )
 
 
-def steps(run: pg.Run) -> list[Line]:
+def list_steps(run: pg.Run) -> list[Line]:
     """Return the steps of all workers, in the order in which they ended."""
     record = Record(run.folder, spans=False)
     return sorted(
@@ -72,10 +72,10 @@ def steps(run: pg.Run) -> list[Line]:
     )
 
 
-def rates(run: pg.Run) -> list[float]:
+def compute_rates(run: pg.Run) -> list[float]:
     """Return the samples per second of every epoch."""
     epochs: dict[int, list[Line]] = defaultdict(list)
-    for line in steps(run):
+    for line in list_steps(run):
         epochs[line["epoch"]].append(line)
     return [
         sum(count_range_samples(line["order"]) for line in lines)
@@ -87,9 +87,9 @@ def rates(run: pg.Run) -> list[float]:
     ]
 
 
-def losses(run: pg.Run) -> list[tuple[float, float]]:
+def compute_losses(run: pg.Run) -> list[tuple[float, float]]:
     """Return pairs (seconds, mean loss of the hundred shares before this time)."""
-    lines = steps(run)
+    lines = list_steps(run)
     begun = min(line["start"] for line in lines)
     parts = [lines[first : first + 100] for first in range(0, len(lines), 100)]
     return [
@@ -101,7 +101,7 @@ def losses(run: pg.Run) -> list[tuple[float, float]]:
     ]
 
 
-def drawn(curves: dict[str, dict[str, list[tuple[float, float]]]]) -> None:
+def plot_losses(curves: dict[str, dict[str, list[tuple[float, float]]]]) -> None:
     def draw(axes: Any) -> None:
         for each, (slow, found) in zip(axes, curves.items(), strict=True):
             for number, text in enumerate(CASES[ALWAYS]):
@@ -114,11 +114,11 @@ def drawn(curves: dict[str, dict[str, list[tuple[float, float]]]]) -> None:
                     )
             each.set(title=f"--slow {slow}", xlabel="seconds", ylabel="loss", yscale="log")
 
-    panels(PLOT, len(curves), 300, draw)
+    draw_panels(PLOT, len(curves), 300, draw)
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data", default=os.environ.get("PARAGRAD_DATA"), help="folder of mnist")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--data", default=os.environ.get("PARAGRAD_DATA"), help="folder with MNIST")
     parser.add_argument(
         "--page",
         action="store_true",
@@ -127,7 +127,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def main() -> None:
-    bench = Bench(__doc__, options)
+    bench = Bench(__doc__, add_options)
     found: dict[str, dict[str, list[float]]] = {slow: defaultdict(list) for slow in CASES}
     tested: dict[str, list[float]] = defaultdict(list)
     curves: dict[str, dict[str, list[tuple[float, float]]]] = {slow: {} for slow in CASES}
@@ -141,8 +141,8 @@ def main() -> None:
                     run = pg.train(
                         job, text, runs=folder, data=bench.options.data, slow=slow, pace=PACE
                     )
-                    found[slow][text].append(rates(run)[-1])
-                    curves[slow].setdefault(text, losses(run))
+                    found[slow][text].append(compute_rates(run)[-1])
+                    curves[slow].setdefault(text, compute_losses(run))
                     if text not in (DATA, AUTO):
                         tested[text].append(run.test)
                     print(
@@ -191,9 +191,9 @@ def main() -> None:
             "a random fifth of all steps 3x slower",
             "accuracy [%]",
         ]
-        drawn(curves)
-        block = f"{table(head, rows)}{shown(PLOT.stem, TOLD)}"
-        PAGE.write_text(filled(PAGE.read_text(), "stragglers", block))
+        plot_losses(curves)
+        block = f"{table(head, rows)}{format_plot(PLOT.stem, TOLD)}"
+        PAGE.write_text(fill_block(PAGE.read_text(), "stragglers", block))
     bench.finish()
 
 

@@ -38,9 +38,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Bench, alternated, ratios
+from common import Bench, measure_in_turn, ratios
 from torch import Tensor, nn
-from trainings import Loop, backward_of, looped, ours, shuffled, theirs
+from trainings import (
+    Loop,
+    make_backward,
+    make_loop_measure,
+    make_training_measure,
+    serve_loops,
+    shuffle_batches,
+)
 from workers import Workers
 
 import paragrad as pg
@@ -78,7 +85,7 @@ class Block(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.after(x))))
 
 
-def perceptron(part: int = 1) -> nn.Sequential:
+def build_perceptron(part: int = 1) -> nn.Sequential:
     """Return an MLP, or one of `part` parts of it.
 
     A part has columns of the first layer, rows of the second, and so on. Each layer has the inputs
@@ -104,20 +111,20 @@ class Setting:
         return f"{self.name}, batch {self.batch}"
 
     @property
-    def deep(self) -> bool:
+    def is_mlp(self) -> bool:
         return self.name == "MLP"
 
     def model(self, part: int = 1) -> nn.Module:
-        return perceptron(part) if self.deep else Block(part)
+        return build_perceptron(part) if self.is_mlp else Block(part)
 
     @property
     def loss(self) -> Callable[[Tensor, Tensor], Tensor]:
-        return nn.functional.cross_entropy if self.deep else nn.functional.mse_loss
+        return nn.functional.cross_entropy if self.is_mlp else nn.functional.mse_loss
 
     def data(self) -> tuple[Tensor, Tensor]:
         draw = torch.Generator().manual_seed(0)
         count = BATCHES * self.batch
-        if self.deep:
+        if self.is_mlp:
             return torch.randn(count, WIDTHS[0], generator=draw), torch.randint(
                 WIDTHS[-1], (count,), generator=draw
             )
@@ -139,7 +146,9 @@ class Setting:
     def steps(self) -> int:
         """The number of steps that take about a second."""
         products = self.batch * (
-            sum(map(math.prod, itertools.pairwise(WIDTHS))) if self.deep else 12 * WIDE**2 * TOKENS
+            sum(map(math.prod, itertools.pairwise(WIDTHS)))
+            if self.is_mlp
+            else 12 * WIDE**2 * TOKENS
         )
         return max(8, min(200, int(3e10 / (6 * products))))
 
@@ -156,29 +165,33 @@ PEERS = {
 
 
 def main() -> None:
-    bench = Bench(__doc__, options)
+    bench = Bench(__doc__, add_options)
     if bench.options.worker:
         kind, address = bench.options.worker
-        looped(kind, address, partial(loop, kind))
+        serve_loops(kind, address, partial(build_loop, kind))
         return
     with tempfile.TemporaryDirectory() as folder, Launcher(RANKS) as ranks:
         peers = {kind: Workers(__file__, kind, RANKS) for kind in PEERS if "serial" not in kind}
         times = {}
         for setting in SETTINGS[:1] if bench.quick else SETTINGS:
             measures = {
-                strategy: ours(ranks, strategy, setting, Path(folder) / str(setting))
+                strategy: make_training_measure(
+                    ranks, strategy, setting, Path(folder) / str(setting)
+                )
                 for strategy in ("tensor(2)", "serial(threads=1)", "serial")
             }
-            measures |= {kind: theirs(workers, setting) for kind, workers in peers.items()}
+            measures |= {
+                kind: make_loop_measure(workers, setting) for kind, workers in peers.items()
+            }
             print(f"{setting} [ms]", flush=True)
-            times[setting] = alternated(measures, bench.rounds(9, quick=2))
+            times[setting] = measure_in_turn(measures, bench.rounds(9, quick=2))
         for workers in peers.values():
             workers.close()
     report(bench, times)
     bench.finish()
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
 
 
@@ -203,16 +216,16 @@ def report(bench: Bench, times: dict[Setting, dict[str, list[float]]]) -> None:
 
 
 # ---- in a rank -------------------------------------------------------------------------------
-def loop(kind: str, setting: Setting) -> Loop:
-    model = setting.model(RANKS) if "halves" in kind else parallelized(setting.model())
+def build_loop(kind: str, setting: Setting) -> Loop:
+    model = setting.model(RANKS) if "halves" in kind else parallelize_model(setting.model())
     return Loop(
         torch.optim.SGD(model.parameters(), lr=0.01),
-        backward_of(model, setting.loss),
-        shuffled(*setting.data(), setting.batch),
+        make_backward(model, setting.loss),
+        shuffle_batches(*setting.data(), setting.batch),
     )
 
 
-def parallelized(model: nn.Module) -> nn.Module:
+def parallelize_model(model: nn.Module) -> nn.Module:
     """Split a model by torch.distributed.tensor.parallel, with the plan of its tutorial."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import (

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from common import between
+from common import compute_step_milliseconds
 from torch import Tensor, nn
 from workers import Workers, serve
 
@@ -36,12 +36,12 @@ class Setting(Protocol):
     def steps(self) -> int: ...
 
 
-def ours(
+def make_training_measure(
     ranks: Launcher, strategy: str, setting: Setting, folder: Path, settings: Settings | None = None
 ) -> Callable[[], float]:
     number = itertools.count()
 
-    def milliseconds() -> float:
+    def measure_step() -> float:
         place = folder / f"{strategy}-{setting}-{next(number)}"
         place.mkdir(parents=True)
         train_on_ranks(
@@ -54,7 +54,7 @@ def ours(
             ),
             place,
         )
-        return between(
+        return compute_step_milliseconds(
             [
                 line["start"]
                 for line in read_lines(place / "rank-0.jsonl", spans=False)
@@ -62,14 +62,14 @@ def ours(
             ]
         )
 
-    return milliseconds
+    return measure_step
 
 
-def theirs(workers: Workers, setting: Setting) -> Callable[[], float]:
-    return lambda: between(workers.ask(setting)[0])
+def make_loop_measure(workers: Workers, setting: Setting) -> Callable[[], float]:
+    return lambda: compute_step_milliseconds(workers.ask(setting)[0])
 
 
-def of_ddp(job: pg.Job, batch: int, steps: int, data: Path) -> list[float]:
+def train_with_ddp(job: pg.Job, batch: int, steps: int, data: Path) -> list[float]:
     """Train with DDP over gloo in a plain loop, and return the start time of each step.
 
     This runs in a rank that torchrun started. The batch is the first samples of the job, divided
@@ -113,7 +113,7 @@ class Loop:
     batch: Callable[[int], tuple[Tensor, Tensor]]
 
 
-def looped(kind: str, address: str, made: Callable[[Any], Loop]) -> None:
+def serve_loops(kind: str, address: str, made: Callable[[Any], Loop]) -> None:
     """Train each requested setting with torch alone, and answer with the start times of its steps.
 
     kind: the kind of the peer. If it contains "gloo", the ranks use gloo, otherwise shm. If it
@@ -124,7 +124,7 @@ def looped(kind: str, address: str, made: Callable[[Any], Loop]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo" if "gloo" in kind else "shm")
 
-    def starts(setting: Setting) -> list[float]:
+    def time_steps(setting: Setting) -> list[float]:
         torch.manual_seed(0)
         loop = made(setting)
         found = []
@@ -139,17 +139,19 @@ def looped(kind: str, address: str, made: Callable[[Any], Loop]) -> None:
         dist.barrier()
         return found
 
-    serve(address, starts)
+    serve(address, time_steps)
     dist.destroy_process_group()
 
 
-def backward_of(
+def make_backward(
     model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]
 ) -> Callable[[Tensor, Tensor], None]:
     return lambda inputs, targets: loss(model(inputs), targets).backward()
 
 
-def shuffled(inputs: Tensor, targets: Tensor, batch: int) -> Callable[[int], tuple[Tensor, Tensor]]:
+def shuffle_batches(
+    inputs: Tensor, targets: Tensor, batch: int
+) -> Callable[[int], tuple[Tensor, Tensor]]:
     """Return a function that gives the batch of a step, from a dataset in memory. After the last
     batch it begins again with the first.
     """

@@ -44,7 +44,9 @@ class Workers:
             listener.listen(count)
             listener.settimeout(LIMIT)
             self.ended = (
-                started(starter, count, words) if isinstance(starter, list) else starter(words)
+                start_processes(starter, count, words)
+                if isinstance(starter, list)
+                else starter(words)
             )
             self.sockets: list[Connection] = []
             try:
@@ -75,7 +77,7 @@ class Workers:
         self.folder.cleanup()
 
 
-def started(starter: list[str], count: int, words: list[str]) -> Callable[[], object]:
+def start_processes(starter: list[str], count: int, words: list[str]) -> Callable[[], object]:
     """Start processes on this host, and return a function that waits for their end."""
     interpreter = [sys.executable] if starter is MPIRUN else []
     environment = {
@@ -116,11 +118,11 @@ class Stopwatch:
         if kind not in self.seen:
             exchange()
             self.seen.add(kind)
-        taken = self._each(exchange, 1)
+        taken = self._time_exchange(exchange, 1)
         again = self.world.broadcast_object(min(REPEATS, int(LONG / taken)))
-        return self._each(exchange, again) if again else taken
+        return self._time_exchange(exchange, again) if again else taken
 
-    def _each(self, exchange: Callable[[], object], times: int) -> float:
+    def _time_exchange(self, exchange: Callable[[], object], times: int) -> float:
         self.world.barrier()
         start = time.perf_counter()
         for _ in range(times):
@@ -149,8 +151,8 @@ def serve_backwards(
         torch.manual_seed(world.rank)
         loss = losses()
 
-        def once(name: str) -> None:
+        def run_backward(name: str) -> None:
             made[name].zero_grad()
             loss(made[name]).backward()
 
-        serve(address, lambda name: watch.seconds(name, lambda: once(name)))
+        serve(address, lambda name: watch.seconds(name, lambda: run_backward(name)))

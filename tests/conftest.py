@@ -118,7 +118,7 @@ def data() -> Path:
     return Path(os.environ["PARAGRAD_DATA"])
 
 
-class Kept(Launcher):
+class PersistentLauncher(Launcher):
     """A launcher whose ranks stay alive after a `with`, with the libraries they imported."""
 
     def __exit__(self, *_: object) -> None:
@@ -132,7 +132,7 @@ def pool() -> Iterator[Launcher]:
     A test calls `pool.run(function, *arguments, size=3)`. If a rank waits 20 s for another one,
     or a run takes 60 s, the test fails and names the rank.
     """
-    ranks = Kept(4)
+    ranks = PersistentLauncher(4)
     run = ranks.run
     ranks.run = lambda *args, timeout=20.0, **kwargs: run(
         *args, timeout=min(timeout, 20.0), **{"deadline": 60.0, **kwargs}
@@ -142,7 +142,7 @@ def pool() -> Iterator[Launcher]:
 
 
 @pytest.fixture
-def warm(pool: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def warm_ranks(pool: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let train, verify and memory use the ranks of `pool`, one test after another."""
     for module in (train, verify, memory):
         monkeypatch.setattr(module, "Launcher", lambda size: pool)

@@ -28,7 +28,7 @@ from equality_table import (
     ROWS,
     SERIAL,
     WORKERS,
-    covering,
+    select_covering_cells,
 )
 
 import paragrad
@@ -447,7 +447,7 @@ def test_every_choice_has_rows_in_the_equality_table() -> None:
 
 
 def test_covering_sample_covers_the_table() -> None:
-    sample = covering()
+    sample = select_covering_cells()
     assert set(sample) <= set(CELLS)
     assert Counter(row for row, _, _ in sample) == dict.fromkeys(ROWS, 2)
     assert {column for _, column, _ in sample} == set(JOBS)

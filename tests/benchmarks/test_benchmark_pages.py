@@ -20,7 +20,7 @@ def test_cluster_tables_equal_their_results(
     written = tmp_path / "page.md"
     written.write_text(committed)
     monkeypatch.setattr(cluster, "PAGE", written)
-    cluster.write(json.loads(cluster.RESULTS.read_text()))
+    cluster.write_tables(json.loads(cluster.RESULTS.read_text()))
     assert written.read_text() == committed
 
 
@@ -32,7 +32,7 @@ def test_page_equals_its_measured_results(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(page, "PAGE", written)
     monkeypatch.setattr(page, "FIGURES", tmp_path)
     found = json.loads(RESULTS.read_text())
-    page.write(found)
+    page.write_page(found)
     assert written.read_text() == committed
     drawn = {path.name for path in tmp_path.glob("*.svg")}
     assert drawn

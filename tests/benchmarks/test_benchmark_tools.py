@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import workers
 from cluster import is_slower_by_sign_test
-from ring_vs_tree_times import groups
+from ring_vs_tree_times import choose_group_size
 
 pytestmark = pytest.mark.pure
 
@@ -32,7 +32,15 @@ def test_slower_by_a_sign_test(above: int, rounds: int, found: bool) -> None:
 
 
 def test_group_size_is_near_the_square_root() -> None:
-    assert [groups(ranks) for ranks in (2, 4, 8, 16, 32, 64, 1024)] == [1, 2, 2, 4, 4, 8, 32]
+    assert [choose_group_size(ranks) for ranks in (2, 4, 8, 16, 32, 64, 1024)] == [
+        1,
+        2,
+        2,
+        4,
+        4,
+        8,
+        32,
+    ]
 
 
 BENCHMARKS = sorted(

@@ -15,10 +15,10 @@ from replicas import (
     TWICE,
     Training,
     average,
-    checks,
-    from_serial,
-    rounding,
-    trained,
+    measure_rounding,
+    measure_serial_difference,
+    run_checks,
+    train_replicas,
 )
 
 import paragrad as pg
@@ -59,7 +59,7 @@ def test_every_row_becomes_the_mean_of_all(schedule: ComposedAllReduce) -> None:
 
 @pytest.mark.story
 def test_replicas_train_as_serial_does(digits: MnistImages) -> None:
-    found = checks(Training(pg.job("mnist-mlp", width=16), 4, pg.Ring(), batch=5), digits)
+    found = run_checks(Training(pg.job("mnist-mlp", width=16), 4, pg.Ring(), batch=5), digits)
     assert found["proof"] is None
     assert found["sum"] == 0
     assert found["serial"] < 1e-10
@@ -69,7 +69,9 @@ def test_replicas_train_as_serial_does(digits: MnistImages) -> None:
 @pytest.mark.story
 @pytest.mark.parametrize("bug", BUGS)
 def test_every_planted_bug_is_detected(digits: MnistImages, bug: str) -> None:
-    found = checks(Training(pg.job("mnist-mlp", width=16), 4, pg.Ring(), batch=5, bug=bug), digits)
+    found = run_checks(
+        Training(pg.job("mnist-mlp", width=16), 4, pg.Ring(), batch=5, bug=bug), digits
+    )
     assert found["serial"] > 1e-6
     assert (found["sum"] > 0) == (bug != STARTS)
     assert (found["proof"] is not None) == (bug == TWICE)
@@ -82,7 +84,7 @@ def test_every_planted_bug_is_detected(digits: MnistImages, bug: str) -> None:
 def test_unequal_replicas_are_detected(digits: MnistImages, bug: str | None, equal: bool) -> None:
     how = Training(pg.job("mnist-mlp", width=17), 4, pg.Ring(), batch=5, bug=bug)
     told: list[int] = []
-    found = trained(how, digits, digits, 2, lambda epoch, accuracy: told.append(epoch))
+    found = train_replicas(how, digits, digits, 2, lambda epoch, accuracy: told.append(epoch))
     assert told == [0, 1]
     assert len(found["accuracies"]) == 2
     assert found["equal"] is equal
@@ -95,7 +97,7 @@ def test_weight_averaging_equals_gradient_averaging(digits: MnistImages) -> None
     The reason is that SGD with momentum is linear in the gradients.
     """
     assert (
-        from_serial(
+        measure_serial_difference(
             Training(pg.job("mnist-mlp", width=16), 4, pg.Tree(), "weights", "batch", 5), digits
         )
         < 1e-10
@@ -103,7 +105,7 @@ def test_weight_averaging_equals_gradient_averaging(digits: MnistImages) -> None
 
 
 def test_rounding_differs_by_a_few_units_in_the_last_place(digits: MnistImages) -> None:
-    found = rounding(
+    found = measure_rounding(
         pg.job("mnist-mlp", width=16), digits, 4, {"ring": pg.Ring(), "tree": pg.Tree()}, 10
     )
     assert list(found) == ["serial", "serial, batch in reverse order", "ring", "tree"]

@@ -26,12 +26,12 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 Clusters = Callable[..., AbstractContextManager[Cluster]]
 
 
-def machine() -> tuple[object, ...]:
+def read_machine_state() -> tuple[object, ...]:
     """Return what a cluster could leave behind on this machine.
 
     These are interfaces, named namespaces, mounts and child processes of this process.
     """
-    ours = [stat for stat in Path("/proc").glob("[0-9]*/stat") if parent(stat) == os.getpid()]
+    ours = [stat for stat in Path("/proc").glob("[0-9]*/stat") if read_parent(stat) == os.getpid()]
     named = Path("/run/netns")
     return (
         socket.if_nameindex(),
@@ -41,7 +41,7 @@ def machine() -> tuple[object, ...]:
     )
 
 
-def parent(stat: Path) -> int:
+def read_parent(stat: Path) -> int:
     try:
         return int(stat.read_text().rpartition(")")[2].split()[1])
     except OSError:  # the process has ended in the meantime
@@ -50,15 +50,15 @@ def parent(stat: Path) -> int:
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    before = machine()
+    before = read_machine_state()
     yield
-    assert machine() == before
+    assert read_machine_state() == before
 
 
 CONNECTED = """
 import socket
 
-def connected(name, port):
+def connect(name, port):
     while True:
         try:
             return socket.create_connection((name, port), timeout=30)
@@ -72,7 +72,7 @@ SERVE = (
 ASK = (
     CONNECTED
     + """
-print(connected("host0", 29500).makefile().read())
+print(connect("host0", 29500).makefile().read())
 """
 )
 
@@ -130,21 +130,21 @@ import threading
 others = [name for name in ("host0", "host1", "host2", "host3") if name != socket.gethostname()]
 size = 2 << 20
 
-def sent(name):
-    with connected(name, 7000) as connection:
+def send_bytes(name):
+    with connect(name, 7000) as connection:
         connection.sendall(bytes(size))
 
-def taken(connection):
+def receive_bytes(connection):
     with connection, connection.makefile("rb") as stream:
         assert len(stream.read(size)) == size
 
 with socket.create_server(("", 7000), backlog=len(others)) as listener:
     listener.settimeout(30)
-    threads = [threading.Thread(target=sent, args=(name,)) for name in others]
+    threads = [threading.Thread(target=send_bytes, args=(name,)) for name in others]
     for thread in threads:
         thread.start()
     for _ in others:
-        threads.append(threading.Thread(target=taken, args=(listener.accept()[0],)))
+        threads.append(threading.Thread(target=receive_bytes, args=(listener.accept()[0],)))
         threads[-1].start()
     for thread in threads:
         thread.join()
@@ -178,7 +178,7 @@ with socket.create_server(("", 7000)) as listener:
 HASTY = (
     CONNECTED
     + """
-connection = connected("host0", 7000)
+connection = connect("host0", 7000)
 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 connection.sendall(bytes(4 << 20))
 connection.recv(4)
@@ -189,7 +189,7 @@ try:
         sent += connection.send(bytes(300))
 except TimeoutError:
     connection.shutdown(socket.SHUT_WR)
-    connected("host0", 7000)
+    connect("host0", 7000)
     print(sent)
 """
 )

@@ -19,8 +19,7 @@ from unittest import mock
 import pytest
 import torch
 import typer
-from equality_table import JOBS, VECTORS, mlp
-from equality_table import job as make_job
+from equality_table import JOBS, VECTORS, make_job, make_mlp
 from torch import nn
 
 import paragrad as pg
@@ -56,7 +55,7 @@ def command(
 
 
 # ---- ranks, batches and models that do not fit -----------------------------------------------
-MANY = make_job("many", mlp, VECTORS, batch=29)
+MANY = make_job("many", make_mlp, VECTORS, batch=29)
 
 
 def refused_with(left: int, strategy: str, job: pg.Job = MANY) -> str:
@@ -162,7 +161,7 @@ def test_batch_larger_than_the_dataset_is_noticed() -> None:
     Earlier, every step used all samples, but another batch size was printed.
     """
     with pytest.warns(UserWarning, match="the batch of 5000 is larger than the .* samples"):
-        inspect_job(make_job("large", mlp, VECTORS, batch=5000))
+        inspect_job(make_job("large", make_mlp, VECTORS, batch=5000))
 
 
 def test_more_ranks_than_cores_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +172,7 @@ def test_more_ranks_than_cores_are_noticed(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("paragrad.validation.validate.count_cores", lambda: 2)
     message = r"data\(3\) starts 3 ranks on 2 core\(s\): they take"
     with pytest.warns(UserWarning, match=message) as noticed:
-        validate_run(make_job("many", mlp, VECTORS), "data(3)")
+        validate_run(make_job("many", make_mlp, VECTORS), "data(3)")
     assert [each.filename for each in noticed] == [__file__]
 
 
@@ -181,7 +180,7 @@ def test_more_ranks_than_cores_are_noticed(monkeypatch: pytest.MonkeyPatch) -> N
 def test_parameters_missing_in_the_optimizer_are_named() -> None:
     job = make_job(
         "some",
-        mlp,
+        make_mlp,
         VECTORS,
         optimizer=lambda parameters: torch.optim.SGD(list(parameters)[2:], lr=0.1),
     )
@@ -192,7 +191,7 @@ def test_parameters_missing_in_the_optimizer_are_named() -> None:
         inspect_job(job)
     twice = make_job(
         "twice",
-        mlp,
+        make_mlp,
         VECTORS,
         optimizer=lambda parameters: torch.optim.SGD(list(parameters) * 2, lr=0.1),
     )

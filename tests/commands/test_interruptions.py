@@ -22,8 +22,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from equality_table import JOBS, VECTORS
-from equality_table import job as make_job
+from equality_table import JOBS, VECTORS, make_job
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 

@@ -13,8 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from equality_table import job as make_job
-from equality_table import numbers, resolved, whole
+from equality_table import draw_integers, draw_numbers, make_job, resolve_text
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from typer.testing import CliRunner
@@ -35,9 +34,9 @@ from paragrad.trainer.trainer import Trainer
 from paragrad.validation.activation_forecast import forecast_activations
 from paragrad.validation.validate import validate_run
 
-pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm")]
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_ranks")]
 
-DATA = TensorDataset(numbers(96, 40, seed=1), whole(4, 96, seed=2))
+DATA = TensorDataset(draw_numbers(96, 40, seed=1), draw_integers(4, 96, seed=2))
 
 
 class Blocks(nn.Module):
@@ -140,10 +139,10 @@ def test_evaluation_with_a_graph_uses_the_step_batch(pool: Launcher) -> None:
     Earlier, a test batch had 256 samples for every batch size. So the graph of 256 samples was in
     memory at once.
     """
-    assert looked(World(), resolved("serial"), graph=False) == {96}
-    assert looked(World(), resolved("serial")) == {24}
-    assert looked(World(), resolved("serial(micro=4)")) == {6}
-    assert pool.run(looked, resolved("data(2, shares=[3, 1], reduce=ring)"), size=2) == [
+    assert looked(World(), resolve_text("serial"), graph=False) == {96}
+    assert looked(World(), resolve_text("serial")) == {24}
+    assert looked(World(), resolve_text("serial(micro=4)")) == {6}
+    assert pool.run(looked, resolve_text("data(2, shares=[3, 1], reduce=ring)"), size=2) == [
         {18, 12},
         {6},
     ]
@@ -208,7 +207,7 @@ def test_one_of_four_stages_holds_a_quarter_at_rest(pool: Launcher, strategy: st
         assert 0.25 <= max(each[kind] for each in parts) / alone[kind] <= 0.30, kind
 
 
-WORDS = TensorDataset(whole(8192, 8, 16, seed=1), whole(8192, 8, 16, seed=2))
+WORDS = TensorDataset(draw_integers(8192, 8, 16, seed=1), draw_integers(8192, 8, 16, seed=2))
 
 
 class Words(nn.Module):
@@ -327,7 +326,7 @@ def test_batch_search_avoids_batches_of_one_for_batch_norm(tmp_path: Path) -> No
     norm = make_job(
         "norm",
         lambda: nn.Sequential(nn.Linear(40, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)),
-        TensorDataset(numbers(97, 40, seed=1), whole(4, 97, seed=2)),
+        TensorDataset(draw_numbers(97, 40, seed=1), draw_integers(4, 97, seed=2)),
         batch="fit",
         epochs=1,
     )

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from equality_table import IMAGES, VECTORS, mlp, momentum, normed_cnn
+from equality_table import IMAGES, VECTORS, make_batch_norm_cnn, make_mlp, make_momentum_sgd
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
@@ -151,7 +151,7 @@ def test_prefetching_wrapper_is_reported() -> None:
 def own_loop(world: World, strategy: str) -> tuple[dict[str, torch.Tensor], list[float], float]:
     """Train a model with batch norm in a user's loop; each rank begins with other weights."""
     torch.manual_seed(3 + world.rank)
-    model = normed_cnn().double()
+    model = make_batch_norm_cnn().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pg.parallelize(model, functional.cross_entropy, optimizer, strategy) as trainer:
         losses = [
@@ -892,8 +892,8 @@ def test_train_and_compare_from_a_notebook(tmp_path: Path) -> None:
 
 def checked_steps(world: World, strategy: str) -> list[int]:
     """Train in a user's loop, and return the steps that were compared with one worker's."""
-    model = mlp()
-    optimizer = momentum(model.parameters())
+    model = make_mlp()
+    optimizer = make_momentum_sgd(model.parameters())
     compared = []
     with pg.parallelize(model, functional.cross_entropy, optimizer, strategy, seed=5) as trainer:
         for inputs, target in trainer.batches(VECTORS, 4, 0):

@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from equality_table import VECTORS, job, mlp
+from equality_table import VECTORS, make_job, make_mlp
 
 import paragrad as pg
 from paragrad.commands.cli import run_train
@@ -34,7 +34,7 @@ def test_train_takes_every_option_of_the_command() -> None:
 
 
 def test_keywords_change_the_job(tmp_path: Path) -> None:
-    made = job("vectors", mlp, VECTORS)
+    made = make_job("vectors", make_mlp, VECTORS)
     run = pg.train(made, epochs=1, batch=20, seed=7, runs=tmp_path)
     assert (run.header["seed"], run.header["job"]["batch"], run.header["job"]["epochs"]) == (
         7,
@@ -47,4 +47,4 @@ def test_keywords_change_the_job(tmp_path: Path) -> None:
 
 def test_unknown_keyword_is_refused_with_the_nearest_one() -> None:
     with pytest.raises(pg.Refused, match=r"no setting 'tensorbord'; did you mean tensorboard?"):
-        pg.train(job("vectors", mlp, VECTORS), tensorbord=True)  # type: ignore[call-arg]
+        pg.train(make_job("vectors", make_mlp, VECTORS), tensorbord=True)  # type: ignore[call-arg]

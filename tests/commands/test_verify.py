@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from equality_table import JOBS, ROWS, VECTORS, mlp
-from equality_table import job as make_job
+from equality_table import JOBS, ROWS, VECTORS, make_job, make_mlp
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -167,7 +166,7 @@ def test_scheduler_that_ends_with_the_job(tmp_path: Path) -> None:
         r"with these \(a scheduler\), give it more epochs",
     ):
         pg.verify(
-            make_job("cycle", mlp, VECTORS, batch=12, epochs=1, scheduler=one_cycle),
+            make_job("cycle", make_mlp, VECTORS, batch=12, epochs=1, scheduler=one_cycle),
             "data(2)",
             runs=tmp_path,
         )

@@ -15,14 +15,14 @@ import torch
 from equality_table import (
     IMAGES,
     VECTORS,
-    adam,
-    job,
-    mlp,
-    momentum,
-    normed_cnn,
-    numbers,
-    untraced,
-    whole,
+    compute_untraced_loss,
+    draw_integers,
+    draw_numbers,
+    make_adam,
+    make_batch_norm_cnn,
+    make_job,
+    make_mlp,
+    make_momentum_sgd,
 )
 from torch import Tensor, nn
 from torch.nn import functional
@@ -46,7 +46,7 @@ from paragrad.strategies.shares import Division
 pytestmark = [pytest.mark.processes, pytest.mark.story]
 
 # 24 samples in batches of 12: no share is shorter than the others
-PLAIN = TensorDataset(numbers(24, 10, seed=1), whole(4, 24, seed=2))
+PLAIN = TensorDataset(draw_numbers(24, 10, seed=1), draw_integers(4, 24, seed=2))
 
 
 def verified(job: Job, strategy: str, folder: Path, **more: str) -> Certificate:
@@ -67,12 +67,16 @@ def test_mean_of_means_with_micro_batches_is_found(strategy: str, tmp_path: Path
     Earlier, the reference ran the same micro-batches, so it had the same wrong weights.
     serial(micro=3) was its own reference, and was certified.
     """
-    found = verified(job("hidden", mlp, ignoring(PLAIN, 13, 14), loss=untraced), strategy, tmp_path)
+    found = verified(
+        make_job("hidden", make_mlp, ignoring(PLAIN, 13, 14), loss=compute_untraced_loss),
+        strategy,
+        tmp_path,
+    )
     assert not found.same
     assert found.reference == "serial"
     assert found.first is not None
     assert found.first[0].startswith("gradient of")
-    assert verified(job("shown", mlp, ignoring(PLAIN, 13, 14)), strategy, tmp_path).same
+    assert verified(make_job("shown", make_mlp, ignoring(PLAIN, 13, 14)), strategy, tmp_path).same
 
 
 def test_reference_of_batch_norm_has_checked_weights(tmp_path: Path) -> None:
@@ -82,21 +86,27 @@ def test_reference_of_batch_norm_has_checked_weights(tmp_path: Path) -> None:
     wrong weights.
     """
     found = verified(
-        job("hidden", normed_cnn, ignoring(IMAGES, 13, 14), loss=untraced),
+        make_job(
+            "hidden", make_batch_norm_cnn, ignoring(IMAGES, 13, 14), loss=compute_untraced_loss
+        ),
         "data(2, micro=2)",
         tmp_path,
     )
     assert found.reference == "serial(micro=2)"
     assert not found.same
     found = verified(
-        job("hidden", normed_cnn, ignoring(IMAGES, 13, 14), loss=untraced),
+        make_job(
+            "hidden", make_batch_norm_cnn, ignoring(IMAGES, 13, 14), loss=compute_untraced_loss
+        ),
         "serial(micro=2)",
         tmp_path,
     )
     assert not found.same
     assert found.first is not None
     assert found.first[0] == "gradient of 0.weight"
-    assert verified(job("shown", normed_cnn, IMAGES), "data(2, micro=2)", tmp_path).same
+    assert verified(
+        make_job("shown", make_batch_norm_cnn, IMAGES), "data(2, micro=2)", tmp_path
+    ).same
 
 
 def test_ignored_targets_in_one_batch_of_forty_are_found(tmp_path: Path) -> None:
@@ -104,8 +114,8 @@ def test_ignored_targets_in_one_batch_of_forty_are_found(tmp_path: Path) -> None
 
     Earlier, the first 19 batches had no such target, so the training was certified.
     """
-    vectors = TensorDataset(numbers(480, 10, seed=1), whole(4, 480, seed=2))
-    plain = job("rare", mlp, vectors, loss=untraced)
+    vectors = TensorDataset(draw_numbers(480, 10, seed=1), draw_integers(4, 480, seed=2))
+    plain = make_job("rare", make_mlp, vectors, loss=compute_untraced_loss)
     late = plain.make_order(range(480)).get_indices(0, range(360, 363))
     found = verified(plain.replace(train=ignoring(vectors, *late)), "data(2)", tmp_path)
     assert not found.same
@@ -136,7 +146,7 @@ def test_share_counter_with_a_causal_mask_is_found(mask: float | None, tmp_path:
     Earlier, every difference was divided by at least the largest number of its kind. So with a
     mask of -inf or -1e30, everything counted as equal.
     """
-    counting = job("counting", lambda: Counting(mlp, mask), PLAIN)
+    counting = make_job("counting", lambda: Counting(make_mlp, mask), PLAIN)
     found = verified(counting, "data(2)", tmp_path)
     assert found.first == ("seen", 0)
     assert "the buffer counts what a share has" in (found.cause or "")
@@ -148,9 +158,11 @@ def test_share_counter_with_batch_norm_and_adam_is_found(tmp_path: Path) -> None
 
     Earlier, no buffer of such a model was compared, because of the running mean.
     """
-    data = TensorDataset(numbers(24, 2, 8, 8, seed=3), whole(4, 24, seed=4))
+    data = TensorDataset(draw_numbers(24, 2, 8, 8, seed=3), draw_integers(4, 24, seed=4))
     found = verified(
-        job("counting", lambda: Counting(normed_cnn), data, optimizer=adam), "data(2)", tmp_path
+        make_job("counting", lambda: Counting(make_batch_norm_cnn), data, optimizer=make_adam),
+        "data(2)",
+        tmp_path,
     )
     assert found.first == ("seen", 0)
     assert "model.1.running_mean" not in found.tensors
@@ -193,8 +205,8 @@ def resnet() -> nn.Module:
     )
 
 
-PICTURES = TensorDataset(numbers(26, 3, 16, 16, seed=1), whole(10, 26, seed=2))
-CHAOTIC = job("chaotic", resnet, PICTURES, batch=8, optimizer=momentum)
+PICTURES = TensorDataset(draw_numbers(26, 3, 16, 16, seed=1), draw_integers(10, 26, seed=2))
+CHAOTIC = make_job("chaotic", resnet, PICTURES, batch=8, optimizer=make_momentum_sgd)
 
 
 @pytest.mark.table
@@ -236,7 +248,7 @@ def test_first_steps_of_a_chaotic_model_name_the_error(
     The chaos of later steps does not hide it.
     """
     # the last batch has 4 samples
-    pictures = TensorDataset(numbers(28, 3, 16, 16, seed=1), whole(10, 28, seed=2))
+    pictures = TensorDataset(draw_numbers(28, 3, 16, 16, seed=1), draw_integers(10, 28, seed=2))
     found = verified(
         CHAOTIC.replace(train=pictures),
         strategy,
@@ -255,7 +267,7 @@ class Mixing(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = mlp()
+        self.model = make_mlp()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.model(x + 0.5 * x.roll(1, 0) if self.training and len(x) == 12 else x)
@@ -267,7 +279,7 @@ def test_dependence_on_sample_order_is_not_chaos(tmp_path: Path) -> None:
     In such a model, a baseline with reversed samples differs from serial as much as a wrong
     strategy. So the wrong strategy would pass.
     """
-    found = verified(job("mixing", Mixing, VECTORS), "data(2)", tmp_path)
+    found = verified(make_job("mixing", Mixing, VECTORS), "data(2)", tmp_path)
     assert not found.same
     assert found.twin < 1e-10
 
@@ -298,7 +310,7 @@ def weighted(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     "strategy", ["data(2)", "data(3, reduce=ring, shares=[2, 1, 1], micro=2)", "serial(micro=3)"]
 )
 @pytest.mark.parametrize(
-    "changes", [{"model": Cell}, {"model": mlp, "loss": weighted}], ids=("model", "loss")
+    "changes", [{"model": Cell}, {"model": make_mlp, "loss": weighted}], ids=("model", "loss")
 )
 def test_float32_constants_are_compared_in_float32(
     changes: dict, strategy: str, tmp_path: Path
@@ -307,7 +319,7 @@ def test_float32_constants_are_compared_in_float32(
 
     Earlier, verify ended with a traceback: "expected m1 and m2 to have the same dtype".
     """
-    found = verified(job("constants", data=VECTORS, **changes), strategy, tmp_path)
+    found = verified(make_job("constants", data=VECTORS, **changes), strategy, tmp_path)
     assert found.same, found
     assert found.dtype == "float32"
     assert found.why is not None
@@ -317,7 +329,9 @@ def test_float32_constants_are_compared_in_float32(
 
 def test_wrong_weight_is_found_in_float32(tmp_path: Path) -> None:
     found = verified(
-        job("constants", Cell, ignoring(PLAIN, 13, 14), loss=untraced), "data(2)", tmp_path
+        make_job("constants", Cell, ignoring(PLAIN, 13, 14), loss=compute_untraced_loss),
+        "data(2)",
+        tmp_path,
     )
     assert found.dtype == "float32"
     assert not found.same
@@ -416,12 +430,14 @@ def test_float32_computation_is_compared_in_float32(tmp_path: Path) -> None:
     Earlier, Mamba was "not the same", with a difference of 1.2e-7: it sums over a batch in
     float32. A change of one unit in the last place of float64 does not show this rounding.
     """
-    certificate = pg.verify(job("coarser", Coarser, VECTORS), "data(2, reduce=ring)", runs=tmp_path)
+    certificate = pg.verify(
+        make_job("coarser", Coarser, VECTORS), "data(2, reduce=ring)", runs=tmp_path
+    )
     assert certificate.same
     assert certificate.dtype == "float32"
     trained = [
         pg.train(
-            job("coarser", Coarser, VECTORS, dtype=torch.float64, seed=seed),
+            make_job("coarser", Coarser, VECTORS, dtype=torch.float64, seed=seed),
             "data(2)",
             runs=tmp_path,
         )

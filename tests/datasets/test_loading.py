@@ -17,7 +17,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from equality_table import JOBS, VECTORS, mlp
+from equality_table import JOBS, VECTORS, make_mlp
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
@@ -274,7 +274,7 @@ def test_data_loader_as_dataset_is_refused() -> None:
     for train in (loader, lambda folder: loader):
         with pytest.raises(pg.Refused, match=f"job mlp: train {wanted}"):
             inspect_job(JOBS["mlp"].replace(train=train))
-    model = mlp()
+    model = make_mlp()
     with (
         pg.parallelize(
             model, nn.functional.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from equality_table import VECTORS, job, mlp
+from equality_table import VECTORS, make_job, make_mlp
 from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
@@ -82,8 +82,8 @@ class Augmented(Dataset[tuple[Tensor, Tensor]]):
         return inputs + torch.randn(inputs.shape, dtype=inputs.dtype), target
 
 
-def make_job(name: str, **changes: object) -> pg.Job:
-    return job("vectors", mlp, Augmented()).replace(
+def make_sampler_job(name: str, **changes: object) -> pg.Job:
+    return make_job("vectors", make_mlp, Augmented()).replace(
         dtype=torch.float64, batch=8, epochs=3, sampler=SAMPLERS[name], **changes
     )
 
@@ -115,7 +115,7 @@ def train_plainly(name: str, made: pg.Job) -> list[float]:
 
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_serial_takes_the_samples_of_the_sampler(name: str, tmp_path: Path) -> None:
-    made = make_job(name)
+    made = make_sampler_job(name)
     run = pg.train(made, "serial", runs=tmp_path)
     assert run.losses == pytest.approx(train_plainly(name, made), rel=1e-12)
     drawn = len(draw_sampler(SAMPLERS[name], 0, 0))
@@ -137,7 +137,7 @@ def test_serial_takes_the_samples_of_the_sampler(name: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("name", ["weighted", "balanced", "subset", "curriculum"])
 def test_strategies_train_as_serial_does(name: str, strategy: str, tmp_path: Path) -> None:
     """Every strategy trains as serial does, also if serial resumes it within an epoch."""
-    made = make_job(name)
+    made = make_sampler_job(name)
     serial = pg.train(made, "serial", runs=tmp_path)
     if "asp" in strategy:
         run = pg.train(made, strategy, runs=tmp_path)
@@ -224,12 +224,14 @@ REFUSED: dict[str, tuple[Any, str]] = {
 def test_wrong_sampler_is_refused(name: str) -> None:
     sampler, message = REFUSED[name]
     with pytest.raises(pg.Refused, match=message):
-        validate_run(job("vectors", mlp, VECTORS).replace(sampler=sampler, epochs=2), "serial")
+        validate_run(
+            make_job("vectors", make_mlp, VECTORS).replace(sampler=sampler, epochs=2), "serial"
+        )
 
 
 def test_federated_clients_have_no_sampler() -> None:
     with pytest.raises(pg.Refused, match="the job's sampler is not used; leave it out"):
-        validate_run(make_job("subset"), "federated(2, clients=4)")
+        validate_run(make_sampler_job("subset"), "federated(2, clients=4)")
 
 
 def test_later_epoch_of_another_length_is_named() -> None:
@@ -243,7 +245,7 @@ def test_later_epoch_of_another_length_is_named() -> None:
 
 
 def test_another_sampler_is_refused_on_resume(tmp_path: Path) -> None:
-    made = make_job("subset")
+    made = make_sampler_job("subset")
     half = pg.train(made, "serial", runs=tmp_path, limit=2, save=2)
     with pytest.raises(pg.Refused, match="sampler"):
         pg.train(

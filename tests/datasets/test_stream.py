@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from equality_table import VECTORS, job, mlp
+from equality_table import VECTORS, make_job, make_mlp
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
@@ -82,8 +82,8 @@ STREAMS: dict[str, Any] = {
 SAMPLE = ("decoded", "data(3, shares=[2, 1, 1])")
 
 
-def make_job(name: str, **changes: object) -> pg.Job:
-    return job("vectors", mlp, VECTORS).replace(
+def make_stream_job(name: str, **changes: object) -> pg.Job:
+    return make_job("vectors", make_mlp, VECTORS).replace(
         dtype=torch.float64, batch=8, epochs=3, train=STREAMS[name](), **changes
     )
 
@@ -124,7 +124,7 @@ def train_plainly(name: str, made: pg.Job) -> list[float]:
 
 @pytest.mark.parametrize("name", STREAMS)
 def test_serial_takes_the_samples_of_the_stream(name: str, tmp_path: Path) -> None:
-    made = make_job(name)
+    made = make_stream_job(name)
     run = pg.train(made, "serial", runs=tmp_path)
     assert run.losses == pytest.approx(train_plainly(name, made), rel=1e-12)
     assert str(run.sample_count).startswith(f"{LENGTH} of {LENGTH} samples seen in each of 3 epoch")
@@ -152,7 +152,7 @@ def test_serial_takes_the_samples_of_the_stream(name: str, tmp_path: Path) -> No
 )
 def test_strategies_train_as_serial_does(name: str, strategy: str, tmp_path: Path) -> None:
     """Every strategy trains as serial does, also if serial resumes it within an epoch."""
-    made = make_job(name)
+    made = make_stream_job(name)
     serial = pg.train(made, "serial", runs=tmp_path)
     if "asp" in strategy or "local" in strategy:
         run = pg.train(made, strategy, runs=tmp_path)
@@ -168,7 +168,7 @@ def test_strategies_train_as_serial_does(name: str, strategy: str, tmp_path: Pat
 @pytest.mark.parametrize("loaders", [1, 2])
 def test_loaders_give_the_same_batches(loaders: int, tmp_path: Path) -> None:
     """Each loader reads the whole stream, although the stream asks torch for its part."""
-    made = make_job("shuffled")
+    made = make_stream_job("shuffled")
     serial = pg.train(made, "serial", runs=tmp_path)
     run = pg.train(made, "data(2)", runs=tmp_path, loaders=loaders)
     assert run.losses == pytest.approx(serial.losses, rel=1e-9)
@@ -176,7 +176,7 @@ def test_loaders_give_the_same_batches(loaders: int, tmp_path: Path) -> None:
 
 @pytest.mark.table
 def test_stream_is_a_test_set_too(tmp_path: Path) -> None:
-    made = make_job("decoded", metric=pg.accuracy, test=pg.Stream(read_shards, 17, decode))
+    made = make_stream_job("decoded", metric=pg.accuracy, test=pg.Stream(read_shards, 17, decode))
     values = [
         pg.train(made, strategy, runs=tmp_path).test
         for strategy in ("serial", "data(2)", "pipeline(2, micro=2)")
@@ -186,7 +186,7 @@ def test_stream_is_a_test_set_too(tmp_path: Path) -> None:
 
 @pytest.mark.table
 def test_verify_reads_a_stream(tmp_path: Path) -> None:
-    assert pg.verify(make_job("endless"), "data(2)", runs=tmp_path).same
+    assert pg.verify(make_stream_job("endless"), "data(2)", runs=tmp_path).same
 
 
 def test_own_loop_takes_a_stream() -> None:
@@ -285,11 +285,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
 def test_wrong_stream_is_refused(name: str) -> None:
     make, message = REFUSED[name]
     with pytest.raises(pg.Refused, match=message):
-        validate_run(job("vectors", mlp, VECTORS).replace(train=make()), "serial")
+        validate_run(make_job("vectors", make_mlp, VECTORS).replace(train=make()), "serial")
 
 
 def test_stream_that_ends_early_is_named(tmp_path: Path) -> None:
-    made = make_job("endless").replace(train=pg.Stream(read_shards, SIZE + 2, decode))
+    made = make_stream_job("endless").replace(train=pg.Stream(read_shards, SIZE + 2, decode))
     with pytest.raises(
         pg.RankFailed, match=f"ended after {SIZE} samples of epoch 0, and its length is {SIZE + 2}"
     ):
@@ -297,7 +297,7 @@ def test_stream_that_ends_early_is_named(tmp_path: Path) -> None:
 
 
 def test_stream_has_no_sampler_and_no_clients(tmp_path: Path) -> None:
-    made = make_job("endless")
+    made = make_stream_job("endless")
     with pytest.raises(pg.Refused, match="takes no sampler"):
         validate_run(made.replace(sampler=lambda epoch, generator: [0]), "serial")
     with pytest.raises(pg.Refused, match="each client has samples of its own"):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from equality_table import VECTORS, Lines, job
+from equality_table import VECTORS, Lines, make_job
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset, default_collate
@@ -26,7 +26,7 @@ from paragrad.jobs.job import Job
 from paragrad.validation.inspect_job import inspect_job
 from paragrad.validation.validate import validate_run
 
-pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm"), pytest.mark.story]
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_ranks"), pytest.mark.story]
 
 OWN = "it changes the order of the samples"
 STRATEGIES = ("data(2)", "data(3, reduce=ring, shares=[2, 1, 1], micro=2)", "serial(micro=3)")
@@ -66,10 +66,10 @@ def padded(lines: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 DRAWING = {
-    "mixup": job("mixup", lambda: nn.Linear(10, 4), VECTORS, collate=mixed_up),
-    "masked": job("masked", lambda: nn.Linear(10, 4), VECTORS, collate=masked),
+    "mixup": make_job("mixup", lambda: nn.Linear(10, 4), VECTORS, collate=mixed_up),
+    "masked": make_job("masked", lambda: nn.Linear(10, 4), VECTORS, collate=masked),
 }
-PADDED = job("padded", Pooled, Lines(), collate=padded)
+PADDED = make_job("padded", Pooled, Lines(), collate=padded)
 
 
 class Recurrent(nn.Module):
@@ -94,7 +94,7 @@ def longest_first(lines: list[Tensor]) -> tuple[tuple[Tensor, Tensor], Tensor]:
     return (tokens, torch.tensor(list(map(len, lines)))), target
 
 
-SORTED = job("sorted", Recurrent, Lines(), collate=longest_first)
+SORTED = make_job("sorted", Recurrent, Lines(), collate=longest_first)
 
 
 @pytest.mark.sample(3)
@@ -117,7 +117,7 @@ def test_reason_for_whole_batches_is_recorded(tmp_path: Path) -> None:
     assert inspect_job(PADDED).whole_batch_reason == "a share collated alone gives another loss"
     assert (
         inspect_job(
-            job("plain", lambda: nn.Linear(10, 4), VECTORS, collate=default_collate)
+            make_job("plain", lambda: nn.Linear(10, 4), VECTORS, collate=default_collate)
         ).whole_batch_reason
         is None
     )
@@ -143,7 +143,7 @@ def test_indivisible_batch_is_refused() -> None:
             return super().forward(tokens.T)
 
     with pytest.raises(pg.Refused, match="padded differently from the whole"):
-        validate_run(job("columns", OfColumns, Lines(), collate=time_first), "data(2)")
+        validate_run(make_job("columns", OfColumns, Lines(), collate=time_first), "data(2)")
 
 
 @pytest.mark.sample(2)
@@ -216,7 +216,9 @@ def test_collate_that_fails_on_a_share(tmp_path: Path) -> None:
     only "not enough values to unpack (expected 2, got 0)".
     """
     vectors = TensorDataset(VECTORS.tensors[0], torch.where(torch.arange(29) % 2 == 0, 1, 2))
-    dropping = job("dropping", lambda: nn.Linear(10, 4), vectors, collate=without_twos, batch=2)
+    dropping = make_job(
+        "dropping", lambda: nn.Linear(10, 4), vectors, collate=without_twos, batch=2
+    )
     with pytest.raises(
         pg.Refused,
         match=r"collate raised ValueError: not enough values .*given 1 of the batch's 2 samples\); "

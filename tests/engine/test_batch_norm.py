@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from equality_table import IMAGES, VECTORS, activated_cnn, job, normed_cnn, synchronised_cnn
+from equality_table import (
+    IMAGES,
+    VECTORS,
+    make_activated_norm_cnn,
+    make_batch_norm_cnn,
+    make_job,
+    make_sync_batch_norm_cnn,
+)
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.functional import batch_norm
@@ -23,7 +30,7 @@ from paragrad.jobs.job import Job
 from paragrad.runtime.world import World
 from paragrad.trainer.trainer import Trainer
 
-pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm"), pytest.mark.story]
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_ranks"), pytest.mark.story]
 
 BOUND = 1e-10
 # the last batch has 5 or 6 samples: with the shares of the third strategy, some parts are empty,
@@ -153,8 +160,8 @@ def timm_activated() -> nn.Module:
 
 
 KINDS: dict[str, tuple[Callable[[], nn.Module], Dataset]] = {
-    "a subclass with a forward of its own": (activated_cnn, IMAGES),
-    "SyncBatchNorm": (synchronised_cnn, IMAGES),
+    "a subclass with a forward of its own": (make_activated_norm_cnn, IMAGES),
+    "SyncBatchNorm": (make_sync_batch_norm_cnn, IMAGES),
     "functional, by name": (Plain, VECTORS),
     "recomputed": (recomputed, VECTORS),
     "recomputed, reentrant": (recomputed_reentrant, VECTORS),
@@ -192,7 +199,7 @@ def test_every_form_of_batch_norm_equals_serial(kind: str, strategy: str, tmp_pa
     the CPU. An instance norm would mix samples of two ranks.
     """
     model, data = KINDS[kind]
-    same(job(kind, model, data, optimizer=gentle), strategy, tmp_path)
+    same(make_job(kind, model, data, optimizer=gentle), strategy, tmp_path)
 
 
 @pytest.mark.sample(3)
@@ -200,7 +207,7 @@ def test_every_form_of_batch_norm_equals_serial(kind: str, strategy: str, tmp_pa
 def test_timms_batch_norm_with_activation(strategy: str, tmp_path: Path) -> None:
     if importlib.util.find_spec("timm") is None:
         pytest.skip("timm is not installed (pip install timm)")
-    same(job("timm", timm_activated, IMAGES), strategy, tmp_path)
+    same(make_job("timm", timm_activated, IMAGES), strategy, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -209,8 +216,8 @@ def test_timms_batch_norm_with_activation(strategy: str, tmp_path: Path) -> None
 def test_one_sample_per_share(strategy: str, batch: int, tmp_path: Path) -> None:
     """torch refuses one value per channel in training; over all ranks there are more values."""
     data = TensorDataset(*(tensor[:24] for tensor in IMAGES.tensors))
-    model = pooled_cnn if batch == 4 else normed_cnn
-    same(job("one each", model, data, batch=batch), strategy, tmp_path)
+    model = pooled_cnn if batch == 4 else make_batch_norm_cnn
+    same(make_job("one each", model, data, batch=batch), strategy, tmp_path)
 
 
 class ByHand(nn.BatchNorm2d):
@@ -250,10 +257,10 @@ def test_one_image_with_a_transposed_gradient(strategy: str, tmp_path: Path) -> 
     # the reference sees the same micro-batches
     model, alone = (Stem, "serial(micro=4)") if "micro" in strategy else (by_hand, "serial")
     expected = pg.train(
-        job("by hand", model, data, batch=8, dtype=torch.float64), alone, runs=tmp_path
+        make_job("by hand", model, data, batch=8, dtype=torch.float64), alone, runs=tmp_path
     ).model()
     trained = pg.train(
-        job("stem", Stem, data, batch=8, dtype=torch.float64), strategy, runs=tmp_path
+        make_job("stem", Stem, data, batch=8, dtype=torch.float64), strategy, runs=tmp_path
     ).model()
     for (name, value), other in zip(trained.named_parameters(), expected.parameters(), strict=True):
         assert torch.allclose(value, other, rtol=1e-9, atol=1e-12), name
@@ -299,12 +306,12 @@ def test_norm_that_train_keeps_in_eval_mode() -> None:
 
     Earlier, this method of a job's model was not called.
     """
-    model = job("kept", Kept, VECTORS).build_model()
+    model = make_job("kept", Kept, VECTORS).build_model()
     assert not model.frozen.training
     assert model.rest.training
-    assert not job("kept by a caller", built_in_eval, VECTORS).build_model().rest[1].training
+    assert not make_job("kept by a caller", built_in_eval, VECTORS).build_model().rest[1].training
     assert (
-        not job("eval", lambda: nn.Sequential(nn.Linear(10, 4), nn.Dropout().eval()), VECTORS)
+        not make_job("eval", lambda: nn.Sequential(nn.Linear(10, 4), nn.Dropout().eval()), VECTORS)
         .build_model()[1]
         .training
     )
@@ -315,7 +322,7 @@ def test_changed_running_statistics_are_named() -> None:
 
     A comparison may excuse these, but neither other buffers nor those of a frozen norm.
     """
-    found = job("frozen", Frozen, VECTORS)
+    found = make_job("frozen", Frozen, VECTORS)
     trainer = Trainer.build_for_job(World(), found, pg.strategy("serial"))
     assert not trainer.training.batch_norm.has_computed
     trainer.step(*next(trainer.batches(found.train, 12, 0)))
@@ -328,14 +335,14 @@ def test_changed_running_statistics_are_named() -> None:
 
 def test_batch_norm_functions_are_restored() -> None:
     before = torch.batch_norm, functional._verify_batch_size, nn.SyncBatchNorm.forward
-    found = job("norm", normed_cnn, IMAGES)
+    found = make_job("norm", make_batch_norm_cnn, IMAGES)
     trainer = Trainer.build_for_job(World(), found, pg.strategy("serial"))
     trainer.step(*next(trainer.batches(found.train, 12, 0)))
     assert before == (torch.batch_norm, functional._verify_batch_size, nn.SyncBatchNorm.forward)
 
 
 def test_batch_of_one_sample_is_refused_as_by_torch() -> None:
-    found = job("norm", normed_mlp, VECTORS, batch=1)
+    found = make_job("norm", normed_mlp, VECTORS, batch=1)
     trainer = Trainer.build_for_job(World(), found, pg.strategy("serial"))
     with pytest.raises(StepFailed, match="Expected more than 1 value per channel when training"):
         trainer.step(*next(trainer.batches(found.train, 1, 0)))
@@ -361,4 +368,4 @@ def test_a_compiled_batch_norm_is_refused(model: Callable[[], nn.Module], tmp_pa
     Earlier, each rank used the statistics of its share, or waited for ever in the compiler.
     """
     with pytest.raises(RankFailed, match="batch norm in a compiled model"):
-        pg.train(job("compiled", model, VECTORS), "data(2)", runs=tmp_path)
+        pg.train(make_job("compiled", model, VECTORS), "data(2)", runs=tmp_path)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy
 import pytest
 import torch
-from equality_table import VECTORS, job, mlp, whole
+from equality_table import VECTORS, draw_integers, make_job, make_mlp
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
@@ -19,7 +19,9 @@ from paragrad.validation.validate import validate_run
 pytestmark = pytest.mark.pure
 
 COUNTED = torch.arange(29) % 3 != 0
-MASKED = TensorDataset(VECTORS.tensors[0], torch.stack([whole(4, 29, seed=2), COUNTED.long()], 1))
+MASKED = TensorDataset(
+    VECTORS.tensors[0], torch.stack([draw_integers(4, 29, seed=2), COUNTED.long()], 1)
+)
 
 
 def masked(divisor: Callable[[Tensor], Tensor | int]) -> Callable[[Tensor, Tensor], Tensor]:
@@ -34,7 +36,9 @@ def masked(divisor: Callable[[Tensor], Tensor | int]) -> Callable[[Tensor, Tenso
 
 def refused(**changes: object) -> str:
     with pytest.raises(Refused) as caught:
-        validate_run(job("asked", **{"model": mlp, "data": VECTORS, **changes}), "data(2)")
+        validate_run(
+            make_job("asked", **{"model": make_mlp, "data": VECTORS, **changes}), "data(2)"
+        )
     return str(caught.value)
 
 
@@ -98,7 +102,7 @@ def test_plain_sum_is_reported(loss: Callable[[Tensor, Tensor], Tensor]) -> None
 class Noisy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = mlp()
+        self.layers = make_mlp()
         self.own = numpy.random.default_rng(0)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -168,7 +172,7 @@ def test_hooks_of_a_first_forward_are_registered_once() -> None:
     So the model registered its hooks again. The loss was another number each time, and in training
     the hooks collected every output twice.
     """
-    validate_run(job("gathering", Gathering, VECTORS), "data(2)")
+    validate_run(make_job("gathering", Gathering, VECTORS), "data(2)")
 
 
 def test_zero_loss_gives_no_warning() -> None:
@@ -177,6 +181,8 @@ def test_zero_loss_gives_no_warning() -> None:
     The warning pointed at paragrad.
     """
     validate_run(
-        job("asked", model=mlp, data=VECTORS, loss=lambda output, target: 0.0 * output.mean()),
+        make_job(
+            "asked", model=make_mlp, data=VECTORS, loss=lambda output, target: 0.0 * output.mean()
+        ),
         "data(2)",
     )

@@ -32,7 +32,7 @@ from paragrad.strategies.strategy import Environment, Strategy
 from paragrad.trainer.trainer import Trainer
 
 
-def resolved(text: str) -> Strategy:
+def resolve_text(text: str) -> Strategy:
     """Return a strategy as ranks of this host run it.
 
     It uses shared memory only if its text says so.
@@ -44,17 +44,21 @@ def resolved(text: str) -> Strategy:
     )
 
 
-def found(pool: Launcher, row: str, job: Job, steps: int = COMPARED_STEPS) -> Difference:
+def measure_difference(
+    pool: Launcher, row: str, job: Job, steps: int = COMPARED_STEPS
+) -> Difference:
     """Return a strategy's difference from serial, on which all ranks must agree."""
-    chosen = resolved(row)
+    chosen = resolve_text(row)
     asks = functools.partial(compare_with_serial, steps=steps)
-    asks = functools.partial(however_small, asks) if "compress=" in row else asks
+    asks = (
+        functools.partial(call_with_small_tensors_compressed, asks) if "compress=" in row else asks
+    )
     answers = pool.run(asks, job, chosen, size=chosen.size)
     assert all(answer == answers[0] for answer in answers)
     return answers[0]  # type: ignore[no-any-return]
 
 
-def seen(
+def observe_steps(
     world: World, made: Job, chosen: Strategy, steps: int, look: Callable[[Trainer], Any]
 ) -> list[Any]:
     """Return what `look` gives for a trainer after each of `steps` steps."""
@@ -72,7 +76,9 @@ def seen(
     raise AssertionError
 
 
-def however_small(function: Callable[..., Any], world: World, *args: Any, **more: Any) -> Any:
+def call_with_small_tensors_compressed(
+    function: Callable[..., Any], world: World, *args: Any, **more: Any
+) -> Any:
     """Call a function on a rank while tensors of all sizes are compressed.
 
     The tensors of these jobs are small, and small tensors are not compressed otherwise.
@@ -85,32 +91,32 @@ def however_small(function: Callable[..., Any], world: World, *args: Any, **more
         compressors.MIN_COMPRESSED_ELEMENTS = before
 
 
-def numbers(*shape: int, seed: int) -> Tensor:
+def draw_numbers(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def whole(high: int, *shape: int, seed: int) -> Tensor:
+def draw_integers(high: int, *shape: int, seed: int) -> Tensor:
     return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))
 
 
 # 29 samples in batches of 12: the last batch has 5, which leaves some shares empty. 30 images:
 # no micro-batch of the last batch has one sample alone, which batch norm refuses (as in serial)
-VECTORS = TensorDataset(numbers(29, 10, seed=1), whole(4, 29, seed=2))
-IMAGES = TensorDataset(numbers(30, 2, 8, 8, seed=3), whole(4, 30, seed=4))
+VECTORS = TensorDataset(draw_numbers(29, 10, seed=1), draw_integers(4, 29, seed=2))
+IMAGES = TensorDataset(draw_numbers(30, 2, 8, 8, seed=3), draw_integers(4, 30, seed=4))
 TEXT = TensorDataset(
-    whole(11, 29, 7, seed=5),
-    whole(11, 29, 7, seed=6).masked_fill(whole(4, 29, 7, seed=7) == 0, -100),
+    draw_integers(11, 29, 7, seed=5),
+    draw_integers(11, 29, 7, seed=6).masked_fill(draw_integers(4, 29, 7, seed=7) == 0, -100),
 )
 
 
-def momentum(parameters: object) -> torch.optim.Optimizer:
+def make_momentum_sgd(parameters: object) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)  # type: ignore[arg-type]
 
 
-def job(name: str, model: Callable[[], nn.Module], data: Dataset, **changes: object) -> Job:
+def make_job(name: str, model: Callable[[], nn.Module], data: Dataset, **changes: object) -> Job:
     settings = {
         "loss": functional.cross_entropy,
-        "optimizer": momentum,
+        "optimizer": make_momentum_sgd,
         "batch": 12,
         "epochs": 2,
         "seed": 5,
@@ -118,11 +124,11 @@ def job(name: str, model: Callable[[], nn.Module], data: Dataset, **changes: obj
     return Job(name=name, model=model, train=data, **{**settings, **changes})
 
 
-def mlp() -> nn.Module:
+def make_mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 4))
 
 
-def deep() -> nn.Module:
+def make_deep_mlp() -> nn.Module:
     return nn.Sequential(
         nn.Linear(10, 12),
         nn.Tanh(),
@@ -137,13 +143,13 @@ def deep() -> nn.Module:
     )
 
 
-def cnn() -> nn.Module:
+def make_cnn() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(2, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 4)
     )
 
 
-def normed_cnn() -> nn.Module:
+def make_batch_norm_cnn() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(2, 4, 3),
         nn.BatchNorm2d(4),
@@ -191,15 +197,15 @@ class Activated(nn.BatchNorm2d):
         return functional.dropout(x, 0.1, self.training).tanh()
 
 
-def activated_cnn() -> nn.Module:
+def make_activated_norm_cnn() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(2, 4, 3), Activated(4), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 4)
     )
 
 
-def synchronised_cnn() -> nn.Module:
+def make_sync_batch_norm_cnn() -> nn.Module:
     """Return a model with torch's own batch norm over ranks, which refuses the CPU."""
-    return nn.SyncBatchNorm.convert_sync_batchnorm(normed_cnn())
+    return nn.SyncBatchNorm.convert_sync_batchnorm(make_batch_norm_cnn())
 
 
 class TiedLstm(nn.Module):
@@ -224,12 +230,12 @@ class Lines(Dataset):
         return 29
 
     def __getitem__(self, index: int) -> Tensor:
-        line = whole(11, 3 + index % 5, seed=50 + index)
+        line = draw_integers(11, 3 + index % 5, seed=50 + index)
         line[0] = int(torch.randint(11, ()) + random.randrange(11) + numpy.random.randint(11)) % 11
         return line
 
 
-def padded(lines: list[Tensor]) -> dict[str, Tensor]:
+def collate_lines(lines: list[Tensor]) -> dict[str, Tensor]:
     """Collate lines into a dict, with label -100 at padding."""
     tokens = nn.utils.rnn.pad_sequence(lines, batch_first=True)
     labels = nn.utils.rnn.pad_sequence(lines, batch_first=True, padding_value=-100)
@@ -247,8 +253,10 @@ class Predicting(nn.Module):
         return {"logits": self.lstm(tokens)}
 
 
-def labelled_loss(output: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    return token_loss(output["logits"], batch["labels"])
+def compute_label_loss(
+    output: dict[str, Tensor], batch: dict[str, Tensor]
+) -> tuple[Tensor, Tensor]:
+    return compute_token_loss(output["logits"], batch["labels"])
 
 
 class TwoInputs(nn.Module):
@@ -298,7 +306,7 @@ class PartlyUsed(nn.Module):
         return self.out(hidden)
 
 
-def last_alone(parameters: object) -> torch.optim.Optimizer:
+def make_last_layer_sgd(parameters: object) -> torch.optim.Optimizer:
     """Return an optimizer that holds the last layer only.
 
     The gradients of the other layers count for clipping, and must not add up over steps.
@@ -336,19 +344,19 @@ class Recomputed(nn.Module):
         return self.out(functional.dropout(hidden, 0.1, self.training))
 
 
-def dropping() -> nn.Module:
+def make_dropout_mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(10, 16), nn.Dropout(0.3), nn.Tanh(), nn.Linear(16, 4))
 
 
-def adam(parameters: object) -> torch.optim.Optimizer:
+def make_adam(parameters: object) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=1e-2)  # type: ignore[arg-type]
 
 
-def stepped(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+def make_step_lr(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
 
 
-def token_loss(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+def compute_token_loss(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Return a loss as (sum, weight); the weight counts tokens without padding."""
     return functional.cross_entropy(output, target, reduction="sum"), (target != -100).sum()
 
@@ -369,46 +377,66 @@ class Untraced(torch.autograd.Function):
         return gradients[0] * chances * kept.unsqueeze(1) / max(int(kept.sum()), 1), None
 
 
-def untraced(output: Tensor, target: Tensor) -> Tensor:
+def compute_untraced_loss(output: Tensor, target: Tensor) -> Tensor:
     return Untraced.apply(output, target)
 
 
 JOBS: dict[str, Job] = {
     each.name: each
     for each in (
-        job("mlp", mlp, VECTORS),
-        job(
+        make_job("mlp", make_mlp, VECTORS),
+        make_job(
             "mlp, adam, clipped, scheduled",
-            mlp,
+            make_mlp,
             VECTORS,
-            optimizer=adam,
+            optimizer=make_adam,
             clip_norm=0.05,
-            scheduler=stepped,
+            scheduler=make_step_lr,
             scheduler_every="step",
         ),
-        job("cnn", cnn, IMAGES),
-        job("cnn with batch norm", normed_cnn, IMAGES),
-        job("cnn with batch norm, adam", normed_cnn, IMAGES, optimizer=adam),
-        job("cnn with batch norm, activated, dropout", activated_cnn, IMAGES),
-        job("cnn with batch norm, synchronised", synchronised_cnn, IMAGES),
-        job("lstm, tied", TiedLstm, TEXT),
-        job("lstm, tied, loss as a pair", TiedLstm, TEXT, loss=token_loss, clip_norm=0.5),
-        job(
+        make_job("cnn", make_cnn, IMAGES),
+        make_job("cnn with batch norm", make_batch_norm_cnn, IMAGES),
+        make_job("cnn with batch norm, adam", make_batch_norm_cnn, IMAGES, optimizer=make_adam),
+        make_job("cnn with batch norm, activated, dropout", make_activated_norm_cnn, IMAGES),
+        make_job("cnn with batch norm, synchronised", make_sync_batch_norm_cnn, IMAGES),
+        make_job("lstm, tied", TiedLstm, TEXT),
+        make_job(
+            "lstm, tied, loss as a pair", TiedLstm, TEXT, loss=compute_token_loss, clip_norm=0.5
+        ),
+        make_job(
             "mlp, weighted classes",
-            mlp,
+            make_mlp,
             VECTORS,
             loss=nn.CrossEntropyLoss(
                 weight=torch.tensor([1.0, 3.0, 0.5, 2.0]), label_smoothing=0.1
             ),
         ),
-        job("frozen and unused", PartlyUsed, VECTORS),
-        job("dropout", dropping, VECTORS),
-        job("dicts, padded, transformed", Predicting, Lines(), loss=labelled_loss, collate=padded),
-        job("nested inputs", TwoInputs, Nested()),
-        job("optimizer of the last layer", mlp, VECTORS, optimizer=last_alone, clip_norm=0.05),
-        job("in place", InPlace, VECTORS),
-        job("dropout, recomputed", Recomputed, VECTORS),
-        job("deep, adam, dropout, clipped", deep, VECTORS, clip_norm=0.2, optimizer=adam),
+        make_job("frozen and unused", PartlyUsed, VECTORS),
+        make_job("dropout", make_dropout_mlp, VECTORS),
+        make_job(
+            "dicts, padded, transformed",
+            Predicting,
+            Lines(),
+            loss=compute_label_loss,
+            collate=collate_lines,
+        ),
+        make_job("nested inputs", TwoInputs, Nested()),
+        make_job(
+            "optimizer of the last layer",
+            make_mlp,
+            VECTORS,
+            optimizer=make_last_layer_sgd,
+            clip_norm=0.05,
+        ),
+        make_job("in place", InPlace, VECTORS),
+        make_job("dropout, recomputed", Recomputed, VECTORS),
+        make_job(
+            "deep, adam, dropout, clipped",
+            make_deep_mlp,
+            VECTORS,
+            clip_norm=0.2,
+            optimizer=make_adam,
+        ),
     )
 }
 
@@ -506,17 +534,17 @@ CELLS = [
 ]
 
 
-def some(place: int) -> tuple[int, int]:
+def choose_workers(place: int) -> tuple[int, int]:
     """Return two numbers of workers, one of them even."""
     return (WORKERS[2 * (place // 2 % 2)], WORKERS[1 + 2 * (place % 2)])
 
 
-def covering() -> list[tuple[str, str, int]]:
+def select_covering_cells() -> list[tuple[str, str, int]]:
     """Return a fixed sample that has each row with two numbers of workers, and each column."""
     cells = []
     columns = list(JOBS)
     for place, row in enumerate(ROWS):
-        for workers in some(place):
+        for workers in choose_workers(place):
             column = next(
                 column
                 for shift in range(len(columns))
@@ -572,7 +600,7 @@ MODULES = {
 }
 
 
-def parts_of(row: str) -> int:
+def count_model_parts(row: str) -> int:
     """Return into how many parts a strategy divides a model."""
     return int(row.split("place(")[-1].split("pipeline(")[-1][0]) * (
         2 if "interleaved" in row else 1
@@ -580,7 +608,9 @@ def parts_of(row: str) -> int:
 
 
 # "frozen and unused" calls a third module for some batches
-TOO_FEW = [(row, column) for row in IN_PARTS for column in JOBS if MODULES[column] < parts_of(row)]
+TOO_FEW = [
+    (row, column) for row in IN_PARTS for column in JOBS if MODULES[column] < count_model_parts(row)
+]
 # a micro-batch of the short last batch would be one sample, which batch norm refuses (as in
 # serial)
 OF_ONE = [
@@ -592,7 +622,7 @@ OF_ONE = [
 
 
 @functools.cache
-def parts_cells() -> list[tuple[str, str]]:
+def list_parts_cells() -> list[tuple[str, str]]:
     return [
         (row, column)
         for row in IN_PARTS
@@ -602,21 +632,25 @@ def parts_cells() -> list[tuple[str, str]]:
 
 
 @functools.cache
-def covering_parts() -> set[tuple[str, str]]:
+def select_covering_parts() -> set[tuple[str, str]]:
     """Return each row with some job, and each other job with a pipeline of two.
 
     Jobs with too few modules for the pipeline are left out.
     """
-    met = {column for _, column in covering_rows()}
-    return covering_rows() | {
-        (row, column) for row, column in parts_cells() if row == IN_PARTS[2] and column not in met
+    met = {column for _, column in select_covering_rows()}
+    return select_covering_rows() | {
+        (row, column)
+        for row, column in list_parts_cells()
+        if row == IN_PARTS[2] and column not in met
     }
 
 
 @functools.cache
-def covering_rows() -> set[tuple[str, str]]:
+def select_covering_rows() -> set[tuple[str, str]]:
     """Return each row with some job."""
-    columns = {row: [column for other, column in parts_cells() if other == row] for row in IN_PARTS}
+    columns = {
+        row: [column for other, column in list_parts_cells() if other == row] for row in IN_PARTS
+    }
     return {(row, columns[row][place % len(columns[row])]) for place, row in enumerate(IN_PARTS)}
 
 
@@ -689,15 +723,16 @@ class Pixels(nn.Module):
 
 
 LABELLED = TensorDataset(
-    IMAGES.tensors[0], whole(4, 30, 8, 8, seed=8).masked_fill(whole(4, 30, 8, 8, seed=9) == 0, -100)
+    IMAGES.tensors[0],
+    draw_integers(4, 30, 8, 8, seed=8).masked_fill(draw_integers(4, 30, 8, 8, seed=9) == 0, -100),
 )
 OF_IMAGES = {
     **{name: each for name, each in JOBS.items() if each.train is IMAGES},
     **{
         each.name: each
         for each in (
-            job("residual, clipped", Residual, IMAGES, clip_norm=0.3),
-            job("pixels", Pixels, LABELLED, optimizer=adam),
+            make_job("residual, clipped", Residual, IMAGES, clip_norm=0.3),
+            make_job("pixels", Pixels, LABELLED, optimizer=make_adam),
         )
     },
 }
@@ -712,7 +747,7 @@ IN_PIECES = (
 INTEGRATED = ("data(2, dense=tensor)", "data(3, dense=tensor)")
 # in the last batch, of 3 samples, one rank has one sample; earlier, its batch norm was taken
 # for a norm within samples
-ONE_LEFT = job("batch norm, one left", normed_cnn, Subset(IMAGES, range(27)))
+ONE_LEFT = make_job("batch norm, one left", make_batch_norm_cnn, Subset(IMAGES, range(27)))
 OF_IMAGES[ONE_LEFT.name] = ONE_LEFT
 OF_PIECES = [
     *((row, column) for row in IN_PIECES for column in OF_IMAGES),
@@ -733,7 +768,7 @@ OF_PIECES = [
 
 
 # ---- branches --------------------------------------------------------------------------------
-def arm(kernel: int, dropout: float = 0.1) -> nn.Module:
+def make_branch(kernel: int, dropout: float = 0.1) -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(4, 4, 1),
         nn.BatchNorm2d(4),
@@ -755,7 +790,11 @@ class Forking(nn.Module):
         super().__init__()
         self.stem = nn.Conv2d(2, 4, 3, padding=1)
         self.first = nn.ModuleList(
-            [arm(1), arm(3, 0.3), nn.Sequential(nn.AvgPool2d(3, 1, 1), nn.Conv2d(4, 3, 1))]
+            [
+                make_branch(1),
+                make_branch(3, 0.3),
+                nn.Sequential(nn.AvgPool2d(3, 1, 1), nn.Conv2d(4, 3, 1)),
+            ]
         )
         self.second = nn.ModuleList([nn.Conv2d(9, 4, 3, padding=1), nn.Conv2d(9, 4, 1)])
         self.norm = nn.BatchNorm2d(4)
@@ -784,12 +823,12 @@ class Towers(nn.Module):
         self.lstm = nn.LSTM(6, 4, batch_first=True)
         self.scale = nn.Parameter(torch.ones(4))
 
-    def seen(self, x: Tensor) -> dict[str, Tensor]:
+    def encode_right(self, x: Tensor) -> dict[str, Tensor]:
         hidden, _ = self.lstm(self.right(x).unsqueeze(1))
         return {"hidden": hidden.squeeze(1)}
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.left(x) * self.seen(x)["hidden"] * self.scale  # type: ignore[no-any-return]
+        return self.left(x) * self.encode_right(x)["hidden"] * self.scale  # type: ignore[no-any-return]
 
 
 class Experts(nn.Module):
@@ -808,7 +847,7 @@ class Experts(nn.Module):
         return tuple(expert(x) for expert in self.each)
 
 
-def of_all(output: tuple[Tensor, ...], target: Tensor) -> Tensor:
+def compute_loss_of_mean(output: tuple[Tensor, ...], target: Tensor) -> Tensor:
     return functional.cross_entropy(torch.stack(output).mean(0), target)
 
 
@@ -844,32 +883,32 @@ class OddTowers(nn.Module):
             )
             for _ in range(2)
         )
-        self.halved = nn.Parameter(numbers(4, 4, seed=70))
+        self.halved = nn.Parameter(draw_numbers(4, 4, seed=70))
         self.near = 0.0
         self.last = nn.Linear(4, 4)
 
-    def tower(self, tower: nn.ModuleDict, x: Tensor) -> Tensor:
+    def compute_tower(self, tower: nn.ModuleDict, x: Tensor) -> Tensor:
         x = tower["into"](x.view(-1, 5, 2)).to(next(tower.parameters()).dtype)
         x = x + tower["attention"](x, x, x, need_weights=False)[0]
         return tower["out"](functional.dropout(x, 0.1, self.training)).mean(1)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        left = self.tower(self.left, x)
-        right = functional.linear(self.tower(self.right, x), Halved.apply(self.halved))
+        left = self.compute_tower(self.left, x)
+        right = functional.linear(self.compute_tower(self.right, x), Halved.apply(self.halved))
         with torch.no_grad():
             self.near = float((left - right).square().mean())
         penalty = sum(each.square().sum() for each in self.parameters())
         return self.last(functional.dropout(left + right, 0.2, self.training)), penalty
 
 
-def penalised(output: tuple[Tensor, Tensor], target: Tensor) -> tuple[Tensor, Tensor]:
+def compute_penalised_loss(output: tuple[Tensor, Tensor], target: Tensor) -> tuple[Tensor, Tensor]:
     weight = torch.tensor(float(len(target)), dtype=output[1].dtype)
     return functional.cross_entropy(output[0], target, reduction="sum") + 1e-3 * weight * output[
         1
     ], weight
 
 
-def by_hand(output: Tensor, target: Tensor) -> Tensor:
+def return_output(output: Tensor, target: Tensor) -> Tensor:
     return output
 
 
@@ -891,11 +930,11 @@ WITH_BRANCHES = {
     **{
         each.name: each
         for each in (
-            job("forks, clipped", Forking, IMAGES, clip_norm=0.3),
-            job("towers", Towers, VECTORS, optimizer=adam),
-            job("experts", Experts, VECTORS, loss=of_all),
-            job("odd towers", OddTowers, VECTORS, loss=penalised),
-            job("loss inside", LossInside, VECTORS, loss=by_hand),
+            make_job("forks, clipped", Forking, IMAGES, clip_norm=0.3),
+            make_job("towers", Towers, VECTORS, optimizer=make_adam),
+            make_job("experts", Experts, VECTORS, loss=compute_loss_of_mean),
+            make_job("odd towers", OddTowers, VECTORS, loss=compute_penalised_loss),
+            make_job("loss inside", LossInside, VECTORS, loss=return_output),
         )
     },
     "residual, clipped": OF_IMAGES["residual, clipped"],

@@ -11,7 +11,7 @@ EXAMPLES = ROOT / "examples"
 ELSEWHERE = {"mpirun", "srun"}  # tests of joining a world run these
 
 
-def typed(path: Path) -> list[str]:
+def read_commands(path: Path) -> list[str]:
     """Return the commands that the docstring of a file names."""
     told = ast.get_docstring(ast.parse(path.read_text()), clean=False) or ""
     return [line.strip() for line in re.findall(r"^    (\w+ .*)$", told, re.MULTILINE)]
@@ -20,6 +20,6 @@ def typed(path: Path) -> list[str]:
 COMMANDS = [
     (path.name, line)
     for path in sorted(EXAMPLES.glob("*.py"))
-    for line in typed(path)
+    for line in read_commands(path)
     if line.split()[0] not in ELSEWHERE
 ]

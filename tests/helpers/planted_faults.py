@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from equality_table import job, momentum, numbers, whole
+from equality_table import draw_integers, draw_numbers, make_job, make_momentum_sgd
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
@@ -31,8 +31,8 @@ from paragrad.trainer import batch, trainer, training
 from paragrad.trainer.checks import inspect_model, reference_step, step_check
 
 IMAGES = TensorDataset(
-    numbers(30, 2, 8, 8, seed=3),
-    whole(4, 30, 2, seed=4).masked_fill(whole(3, 30, 2, seed=8) == 0, -100),
+    draw_numbers(30, 2, 8, 8, seed=3),
+    draw_integers(4, 30, 2, seed=4).masked_fill(draw_integers(3, 30, 2, seed=8) == 0, -100),
 )
 
 
@@ -51,7 +51,7 @@ class Working:
             cls.looking -= 1
 
 
-def rank() -> int:
+def get_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -77,26 +77,26 @@ class Net(nn.Module):
         return self.out(hidden).view(-1, 4, 2)
 
 
-def later(of: Any, name: str, change: Callable[[Any], Any]) -> None:
+def patch_result(of: Any, name: str, change: Callable[[Any], Any]) -> None:
     """Replace a function of a class or module by one that changes its result.
 
     The replacement stays as long as this process lives.
     """
     original = getattr(of, name)
 
-    def changed(*arguments: Any, **more: Any) -> Any:
+    def call_and_change(*arguments: Any, **more: Any) -> Any:
         found = original(*arguments, **more)
         return found if Working.looking else change(found)
 
-    mock.patch.object(of, name, changed).start()
+    mock.patch.object(of, name, call_and_change).start()
 
 
 def weight_off_by_one(net: Net) -> None:
-    later(loss.LossModule, "forward", lambda pair: (pair[0], pair[1] + 1))
+    patch_result(loss.LossModule, "forward", lambda pair: (pair[0], pair[1] + 1))
 
 
 def mean_of_means(net: Net) -> None:
-    later(loss.LossModule, "forward", lambda pair: (pair[0] / pair[1], 1.0))
+    patch_result(loss.LossModule, "forward", lambda pair: (pair[0] / pair[1], 1.0))
 
 
 def mask_by_rank(net: Net) -> None:
@@ -104,7 +104,9 @@ def mask_by_rank(net: Net) -> None:
     mock.patch.object(
         training,
         "key_draws",
-        lambda draws, seed, *more, **others: original(draws, seed + 1 + rank(), *more, **others),
+        lambda draws, seed, *more, **others: original(
+            draws, seed + 1 + get_rank(), *more, **others
+        ),
     ).start()
 
 
@@ -126,7 +128,7 @@ def stale_gradient(net: Net) -> None:
         else:
             exchange.gather_gradients()["out.bias"].zero_()
 
-    _after_average(forget)
+    _patch_average(forget)
 
 
 def noise_by_rank(net: Net) -> None:
@@ -136,26 +138,26 @@ def noise_by_rank(net: Net) -> None:
             if isinstance(exchange, shared_memory.SharedMemoryExchange)
             else exchange.gather_gradients()["conv.weight"]
         )
-        gradient.add_(1e-3 * (1 + rank()))
+        gradient.add_(1e-3 * (1 + get_rank()))
 
-    _after_average(disturb)
+    _patch_average(disturb)
 
 
-def _after_average(change: Callable[[Any], None]) -> None:
+def _patch_average(change: Callable[[Any], None]) -> None:
     for kind in (exchanges.Exchange, shared_memory.SharedMemoryExchange):
         original = kind.average
 
-        def changed(self: Any, weight: float, original: Any = original) -> None:
+        def average_and_change(self: Any, weight: float, original: Any = original) -> None:
             original(self, weight)
             change(self)
 
-        mock.patch.object(kind, "average", changed).start()
+        mock.patch.object(kind, "average", average_and_change).start()
 
 
 def sample_twice(net: Net) -> None:
     original = batch.make_rank_batch
 
-    def changed(*arguments: Any, **more: Any) -> Any:
+    def make_batch_with_repeat(*arguments: Any, **more: Any) -> Any:
         batch = original(*arguments, **more)
         first = batch.micro_batches[0]
         return replace(
@@ -166,29 +168,31 @@ def sample_twice(net: Net) -> None:
             ],
         )
 
-    mock.patch.object(trainer, "make_rank_batch", changed).start()
+    mock.patch.object(trainer, "make_rank_batch", make_batch_with_repeat).start()
 
 
 def statistics_of_a_share(net: Net) -> None:
     original = batch_norm.BatchNorm.__init__
 
-    def changed(self: Any, *arguments: Any, **more: Any) -> None:
+    def init_as_local(self: Any, *arguments: Any, **more: Any) -> None:
         original(self, *arguments, **more)
         self.is_local = True
 
-    mock.patch.object(batch_norm.BatchNorm, "__init__", changed).start()
+    mock.patch.object(batch_norm.BatchNorm, "__init__", init_as_local).start()
 
 
 def running_statistics_of_a_share(net: Net) -> None:
-    later(batch_norm, "merge_moments", lambda found: (found[0], found[1], found[2]))
+    patch_result(batch_norm, "merge_moments", lambda found: (found[0], found[1], found[2]))
     original = batch_norm.BatchNorm._normalize_globally
 
-    def changed(self: Any, x: Tensor, weight: Any, bias: Any, mean: Any, *more: Any) -> Tensor:
+    def normalize_and_shift(
+        self: Any, x: Tensor, weight: Any, bias: Any, mean: Any, *more: Any
+    ) -> Tensor:
         result = original(self, x, weight, bias, mean, *more)
         mean.add_(0.1 * x.mean((0, 2, 3)).detach())
         return result
 
-    mock.patch.object(batch_norm.BatchNorm, "_normalize_globally", changed).start()
+    mock.patch.object(batch_norm.BatchNorm, "_normalize_globally", normalize_and_shift).start()
 
 
 def flat_pieces(net: Net) -> None:
@@ -220,12 +224,12 @@ class Centralised(torch.optim.SGD):
                     parameter -= group["lr"] * whole / (whole.norm() + 1e-6)
 
 
-def centralised(parameters: Any) -> torch.optim.Optimizer:
+def make_centralised_sgd(parameters: Any) -> torch.optim.Optimizer:
     return Centralised(parameters, lr=0.1)
 
 
 @dataclass(frozen=True)
-class BeforeTheUpdate:
+class FirstStepFault:
     """A fault that the first step shows, which ends the training.
 
     The message names one of these kinds.
@@ -235,7 +239,7 @@ class BeforeTheUpdate:
 
 
 @dataclass(frozen=True)
-class ByTheUpdate:
+class UpdateFault:
     """A fault that only the first update shows; the check of the update names a parameter.
 
     It shows with this optimizer and this strategy.
@@ -246,51 +250,51 @@ class ByTheUpdate:
 
 
 # fault -> where it shows
-WRONGS: dict[Callable[[Net], None], BeforeTheUpdate | ByTheUpdate] = {
-    weight_off_by_one: BeforeTheUpdate(("weight", "loss", "gradient")),
-    mean_of_means: BeforeTheUpdate(("loss", "weight", "gradient")),
-    mask_by_rank: BeforeTheUpdate(("loss", "gradient")),
-    lost_activation: BeforeTheUpdate(("loss", "gradient")),
-    buffer_by_share: BeforeTheUpdate(("buffer",)),
-    stale_gradient: BeforeTheUpdate(("gradient",)),
-    noise_by_rank: BeforeTheUpdate(("gradient",)),
-    sample_twice: BeforeTheUpdate(("loss", "gradient", "buffer")),
-    statistics_of_a_share: BeforeTheUpdate(("loss", "gradient", "buffer")),
-    running_statistics_of_a_share: BeforeTheUpdate(("buffer",)),
-    flat_pieces: ByTheUpdate(centralised, "data(2, state=shared_memory)"),
+WRONGS: dict[Callable[[Net], None], FirstStepFault | UpdateFault] = {
+    weight_off_by_one: FirstStepFault(("weight", "loss", "gradient")),
+    mean_of_means: FirstStepFault(("loss", "weight", "gradient")),
+    mask_by_rank: FirstStepFault(("loss", "gradient")),
+    lost_activation: FirstStepFault(("loss", "gradient")),
+    buffer_by_share: FirstStepFault(("buffer",)),
+    stale_gradient: FirstStepFault(("gradient",)),
+    noise_by_rank: FirstStepFault(("gradient",)),
+    sample_twice: FirstStepFault(("loss", "gradient", "buffer")),
+    statistics_of_a_share: FirstStepFault(("loss", "gradient", "buffer")),
+    running_statistics_of_a_share: FirstStepFault(("buffer",)),
+    flat_pieces: UpdateFault(make_centralised_sgd, "data(2, state=shared_memory)"),
 }
 
 
-def planted(wrong: Callable[[Net], None], alone: int | None = None) -> Job:
+def make_planted_job(wrong: Callable[[Net], None], alone: int | None = None) -> Job:
     """Return a job with a fault in every rank, or in the rank `alone` only."""
 
     def build() -> Net:
         net = Net()
         # not during validation, and not in other ranks than `alone`
-        if dist.is_initialized() and alone in (None, rank()):
+        if dist.is_initialized() and alone in (None, get_rank()):
             for of, name in (
                 (reference_step, "run_reference_step"),
                 (step_check, "run_reference_step"),
                 (inspect_model, "probe_model"),
             ):
                 original = getattr(of, name)
-                mock.patch.object(of, name, _looking(original)).start()
+                mock.patch.object(of, name, _mark_as_inspection(original)).start()
             wrong(net)
         return net
 
     shown = WRONGS[wrong]
-    return job(
+    return make_job(
         f"planted {wrong.__name__}",
         build,
         IMAGES,
         seed=7,
-        optimizer=shown.optimizer if isinstance(shown, ByTheUpdate) else momentum,
+        optimizer=shown.optimizer if isinstance(shown, UpdateFault) else make_momentum_sgd,
     )
 
 
-def _looking(original: Callable[..., Any]) -> Callable[..., Any]:
-    def looking(*arguments: Any, **more: Any) -> Any:
+def _mark_as_inspection(original: Callable[..., Any]) -> Callable[..., Any]:
+    def call_as_inspection(*arguments: Any, **more: Any) -> Any:
         with Working.look():
             return original(*arguments, **more)
 
-    return looking
+    return call_as_inspection

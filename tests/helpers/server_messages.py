@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from equality_table import VECTORS, job, mlp
+from equality_table import VECTORS, make_job, make_mlp
 from torch import nn
 from torch.nn import functional
 
@@ -31,7 +31,7 @@ from paragrad.record.record import Record
 JOB = 77
 
 
-class Told:
+class AnswerRecorder:
     """A replacement of a socket that records the answers of a server."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Told:
         )
 
 
-def server(text: str, listening: Any = None) -> RequestHandler:
+def make_server(text: str, listening: Any = None) -> RequestHandler:
     """Return the handler of a server that holds all 60 parameters, under SGD with a rate of 1."""
     chosen: Any = pg.strategy(text)
     model = nn.Sequential(
@@ -65,12 +65,12 @@ def server(text: str, listening: Any = None) -> RequestHandler:
     )
     return RequestHandler(
         ServerShard(chosen, replica, [slot], list(names), list(tensors), 12),
-        listening or Told(),
+        listening or AnswerRecorder(),
         JOB,
     )
 
 
-def frames(header: Header | bytes, *rest: bytes, whose: bytes = b"w0") -> list[Any]:
+def make_frames(header: Header | bytes, *rest: bytes, whose: bytes = b"w0") -> list[Any]:
     first = header if isinstance(header, bytes) else header.pack_header()
     return [
         SimpleNamespace(bytes=each, buffer=memoryview(bytearray(each)))
@@ -78,7 +78,7 @@ def frames(header: Header | bytes, *rest: bytes, whose: bytes = b"w0") -> list[A
     ]
 
 
-def push(
+def make_push(
     value: float = 1.0,
     elements: int = 60,
     marks: bytes = b"\1\1\1",
@@ -99,10 +99,10 @@ def push(
             **more,
         }
     )
-    return frames(header, marks, bytes(view_bytes(vector)), whose=whose)
+    return make_frames(header, marks, bytes(view_bytes(vector)), whose=whose)
 
 
-def said(served: RequestHandler, message: list[Any]) -> str:
+def send_and_read_refusal(served: RequestHandler, message: list[Any]) -> str:
     """Send a message to a server; return why it was refused, or an empty text."""
     told: Any = served.listener
     before = len(told.answers)
@@ -126,28 +126,28 @@ class Desk:
     def send_answer(self, whose: bytes, header: Header, text: bytes) -> None:
         self.given[int(whose)] = Ticket(**json.loads(text))
 
-    def asks(self, number: int, **said: Any) -> Ticket | None:
+    def request_ticket(self, number: int, **said: Any) -> Ticket | None:
         """Report a worker's ticket as done, and return its next ticket, or None."""
         done = self.given.pop(number, None)
         text = json.dumps([number, done and done.__dict__, said]).encode()
-        message = frames(
+        message = make_frames(
             Header(MessageType.NEXT, JOB, call=next(self.calls)), text, whose=str(number).encode()
         )
         self.office.handle_message(self, message)  # type: ignore[arg-type]
         self.office.hand_out_tickets(self)  # type: ignore[arg-type]
         return self.given.get(number)
 
-    def give(self, count: int) -> None:
+    def add_tickets(self, count: int) -> None:
         self.office.add_tickets(Ticket(TRAIN, number) for number in range(count))
 
 
-def vectors(**changes: Any) -> pg.Job:
-    return job("vectors", mlp, VECTORS, test=VECTORS, metric=pg.accuracy).replace(
+def make_vectors_job(**changes: Any) -> pg.Job:
+    return make_job("vectors", make_mlp, VECTORS, test=VECTORS, metric=pg.accuracy).replace(
         **{"epochs": 3, **changes}
     )
 
 
-def applied(run: pg.Run) -> list[int]:
+def count_server_samples(run: pg.Run) -> list[int]:
     """Return the number of samples that each server applied or lost."""
     record = Record(run.folder)
     return [

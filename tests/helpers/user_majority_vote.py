@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from equality_table import VECTORS, mlp
-from equality_table import job as make_job
+from equality_table import VECTORS, make_job, make_mlp
 
 import paragrad as pg
 from paragrad.planner.cost_formulas import count_collective_bytes
@@ -59,7 +58,7 @@ class VoteExchange(pg.Exchange):
 
 job = make_job(
     "voted",
-    mlp,
+    make_mlp,
     VECTORS,
     optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.02, momentum=0.9),
 )

@@ -23,7 +23,7 @@ from paragrad.runtime.world import World
 from paragrad.schedules.actions import split_evenly
 
 
-def held_whole(model: nn.Module, axis: World) -> dict[str, pg.ShardSpec]:
+def make_replicated_specs(model: nn.Module, axis: World) -> dict[str, pg.ShardSpec]:
     """Return the specs of a model that is replicated over the axis; the first copy is primary."""
     return {
         name: pg.ShardSpec(name, tuple(tensor.shape), is_primary=axis.rank == 0)
@@ -69,8 +69,8 @@ class ColumnLinear(nn.Module):
     def __init__(self, whole: nn.Linear, rows: list[range], axis: World) -> None:
         super().__init__()
         mine = slice(rows[axis.rank].start, rows[axis.rank].stop)
-        self.weight = _part(whole.weight, mine)
-        self.bias = None if whole.bias is None else _part(whole.bias, mine)
+        self.weight = _take_rows(whole.weight, mine)
+        self.bias = None if whole.bias is None else _take_rows(whole.bias, mine)
         self.rows = rows
         self.axis = axis
 
@@ -82,7 +82,7 @@ class ColumnLinear(nn.Module):
         )
 
 
-def _part(whole: nn.Parameter, mine: slice) -> nn.Parameter:
+def _take_rows(whole: nn.Parameter, mine: slice) -> nn.Parameter:
     return nn.Parameter(whole.detach()[mine].clone(), requires_grad=whole.requires_grad)
 
 
@@ -159,12 +159,12 @@ class Stages(pg.Strategy):
             for stage in stages
         ]
         names = [
-            {name for name, tensor in _tensors(nn.Sequential(OrderedDict(stage)))}
+            {name for name, tensor in _list_tensors(nn.Sequential(OrderedDict(stage)))}
             for stage in stages
         ]
-        first = {id(tensor): name for name, tensor in reversed(_tensors(model))}
+        first = {id(tensor): name for name, tensor in reversed(_list_tensors(model))}
         owners: dict[str, list[int]] = {}
-        for name, tensor in _tensors(model):
+        for name, tensor in _list_tensors(model):
             stage = next(number for number, each in enumerate(names) if name in each)
             if stage not in owners.setdefault(first[id(tensor)], []):
                 owners[first[id(tensor)]].append(stage)
@@ -190,7 +190,7 @@ class Stages(pg.Strategy):
         return OneAfterAnother(within, exchange)
 
 
-def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+def _list_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
@@ -212,7 +212,7 @@ class OneAfterAnother(pg.Passes):
             samples = len(micro.positions)
             self.host.batch_norm.samples = samples
             with self.host.key_draws(micro), self.host.batch_norm:
-                x = self._received(inputs)
+                x = self._receive_input(inputs)
                 with self.host.use_autocast():
                     out = self.host.module.model(x if self.first else x.requires_grad_())
                     if self.last:
@@ -230,13 +230,13 @@ class OneAfterAnother(pg.Passes):
         return own
 
     def compute_output(self, inputs: Any) -> Any:
-        out = self.host.module.model(self._received(inputs))
+        out = self.host.module.model(self._receive_input(inputs))
         if self.last:
             return out
         self._send(out, 1)
         return None
 
-    def _received(self, inputs: Any) -> Any:
+    def _receive_input(self, inputs: Any) -> Any:
         return inputs if self.first else self._receive(-1)
 
     def _send(self, tensor: Tensor, step: int) -> None:

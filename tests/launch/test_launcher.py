@@ -31,29 +31,29 @@ pytestmark = pytest.mark.processes
 
 
 @pytest.fixture
-def two() -> Iterator[Launcher]:
+def two_ranks() -> Iterator[Launcher]:
     with Launcher(2) as ranks:
         yield ranks
 
 
-def gone(pids: list[int]) -> bool:
+def has_ended(pids: list[int]) -> bool:
     """Return whether none of these processes exists any more."""
     return not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-def who(world: World, name: str) -> tuple[int, int, str, int]:
+def describe_rank(world: World, name: str) -> tuple[int, int, str, int]:
     return world.rank, world.size, name, torch.get_num_threads()
 
 
 def test_results_are_in_rank_order_and_cores_are_divided(pool: Launcher) -> None:
     for size in (1, 2, 3, 4):
-        assert pool.run(who, "x", size=size) == [
+        assert pool.run(describe_rank, "x", size=size) == [
             (rank, size, "x", max(1, count_cores() // size)) for rank in range(size)
         ]
-    assert pool.run(who, "x", size=2, threads=3)[0][3] == 3
+    assert pool.run(describe_rank, "x", size=2, threads=3)[0][3] == 3
 
 
-def say(world: World) -> None:
+def print_lines(world: World) -> None:
     print("two lines,", end=" ")
     print(f"of {world.size}\nranks")
     print("a warning", file=sys.stderr)
@@ -64,7 +64,7 @@ def say(world: World) -> None:
 def test_printed_lines_carry_the_rank(size: int, capfd: pytest.CaptureFixture[str]) -> None:
     """Earlier, lines of several ranks looked alike, and in a pipe the last lines were lost."""
     with Launcher(size) as ranks:
-        ranks.run(say)
+        ranks.run(print_lines)
     printed = capfd.readouterr().err.splitlines()
     for rank in range(size):
         prefix = f"rank {rank}: " if size > 1 else ""
@@ -96,17 +96,17 @@ def fail_on_one(world: World) -> None:
     world.barrier()
 
 
-def test_the_first_failure_is_raised_with_rank_step_and_tensor(two: Launcher) -> None:
-    two._start_ranks(2)
-    pids = [process.pid for process in two.processes]
+def test_the_first_failure_is_raised_with_rank_step_and_tensor(two_ranks: Launcher) -> None:
+    two_ranks._start_ranks(2)
+    pids = [process.pid for process in two_ranks.processes]
     with pytest.raises(RankFailed) as caught:
-        two.run(fail_on_one)
+        two_ranks.run(fail_on_one)
     error = caught.value
     assert (error.rank, error.step, error.tensor) == (1, 7, "fc.weight")
     assert str(error) == "rank 1, step 7, tensor fc.weight: it broke"
     assert "fail_on_one" in error.traceback
-    assert gone(pids)
-    assert two.run(who, "again")[1][0] == 1  # the next run starts fresh ranks
+    assert has_ended(pids)
+    assert two_ranks.run(describe_rank, "again")[1][0] == 1  # the next run starts fresh ranks
 
 
 def differ_on_one(world: World, differs: bool) -> None:
@@ -116,10 +116,10 @@ def differ_on_one(world: World, differs: bool) -> None:
 
 
 @pytest.mark.parametrize("differs", [True, False])
-def test_replica_difference_is_reported_with_the_error(two: Launcher, differs: bool) -> None:
+def test_replica_difference_is_reported_with_the_error(two_ranks: Launcher, differs: bool) -> None:
     """Errors that wrap or reword this error keep `differs`."""
     with pytest.raises(RankFailed) as caught:
-        two.run(differ_on_one, differs)
+        two_ranks.run(differ_on_one, differs)
     assert caught.value.differs == caught.value.with_message("so it was").differs == differs
     assert StepFailed.wrap_error(StepFailed("apart", differs=differs), step=3).differs == differs
 
@@ -132,9 +132,9 @@ def die(world: World, how: signal.Signals) -> None:
 
 @pytest.mark.story
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGABRT])
-def test_killed_rank_is_named_and_not_its_peer(two: Launcher, how: signal.Signals) -> None:
+def test_killed_rank_is_named_and_not_its_peer(two_ranks: Launcher, how: signal.Signals) -> None:
     with pytest.raises(RankFailed) as caught:
-        two.run(die, how)
+        two_ranks.run(die, how)
     assert caught.value.rank == 1
     assert f"killed by {how.name}" in str(caught.value)
 
@@ -145,25 +145,25 @@ def hang(world: World) -> None:
 
 
 @pytest.mark.story
-def test_hang_is_ended_by_the_deadline_and_named(two: Launcher) -> None:
+def test_hang_is_ended_by_the_deadline_and_named(two_ranks: Launcher) -> None:
     # the deadline shall not count the start of processes
-    two.run(who, "awake")
-    pids = [process.pid for process in two.processes]
+    two_ranks.run(describe_rank, "awake")
+    pids = [process.pid for process in two_ranks.processes]
     with pytest.raises(RankFailed) as caught:
-        two.run(hang, deadline=5.0, timeout=60.0)
+        two_ranks.run(hang, deadline=5.0, timeout=60.0)
     # rank 0 waits for rank 1 at the end of the run
     assert "rank(s) 0, 1" in str(caught.value)
     assert "in hang" in caught.value.traceback
-    assert gone(pids)
+    assert has_ended(pids)
 
 
-def exits(world: World) -> None:
+def exit_rank(world: World) -> None:
     sys.exit(3)
 
 
-def test_sys_exit_in_a_task_is_a_failure(two: Launcher) -> None:
+def test_sys_exit_in_a_task_is_a_failure(two_ranks: Launcher) -> None:
     with pytest.raises(RankFailed, match="SystemExit: 3"):
-        two.run(exits)
+        two_ranks.run(exit_rank)
 
 
 SCRIPT = textwrap.dedent("""
@@ -176,14 +176,14 @@ SCRIPT = textwrap.dedent("""
 
     started = []
 
-    def told(rank, value):
+    def record_start(rank, value):
         started.append(rank)
         if len(started) == 2:
             server = processes.get_fork_server()
             print(server.popen.pid, *(process.pid for process in ranks.processes), flush=True)
 
     with Launcher(2) as ranks:
-        ranks.run(wait, on_report=told)
+        ranks.run(wait, on_report=record_start)
 """)
 
 
@@ -231,16 +231,16 @@ def wait_for_ends(handles: list[int]) -> None:
             os.close(handle)
 
 
-def proved(world: World) -> bool:
+def check_collectives(world: World) -> bool:
     world.check_collectives()
     return True
 
 
 def test_world_verifies_its_collectives(pool: Launcher) -> None:
-    assert all(pool.run(proved, size=3))
+    assert all(pool.run(check_collectives, size=3))
 
 
-def broken_sum(world: World) -> None:
+def check_broken_sum(world: World) -> None:
     class Broken(World):
         def all_reduce(self, tensor: torch.Tensor, operation: str = "SUM") -> torch.Tensor:
             result = super().all_reduce(tensor, operation)
@@ -249,9 +249,9 @@ def broken_sum(world: World) -> None:
     Broken(world.rank, world.size, world.backend, world.timeout, world.group).check_collectives()
 
 
-def test_averaging_backend_is_detected(two: Launcher) -> None:
+def test_averaging_backend_is_detected(two_ranks: Launcher) -> None:
     with pytest.raises(RankFailed, match=r"gives a wrong all_reduce\(SUM\)"):
-        two.run(broken_sum)
+        two_ranks.run(check_broken_sum)
 
 
 @pytest.mark.table

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from equality_table import VECTORS, job, mlp
+from equality_table import VECTORS, make_job, make_mlp
 from torch import nn
 
 import paragrad as pg
@@ -66,15 +66,15 @@ class Diary(pg.Callback):
         self.write("end", status)
 
 
-def make_job(**changes: object) -> pg.Job:
+def make_vectors_job(**changes: object) -> pg.Job:
     settings = {"batch": BATCH, "epochs": EPOCHS, "test": VECTORS, "metric": pg.accuracy}
-    return job("vectors", mlp, VECTORS).replace(**settings, **changes)
+    return make_job("vectors", make_mlp, VECTORS).replace(**settings, **changes)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_callbacks_are_called_in_one_process(strategy: str, tmp_path: Path) -> None:
     diary = Diary(tmp_path / "diary")
-    run = pg.train(make_job(callbacks=[diary]), strategy, runs=tmp_path / "runs")
+    run = pg.train(make_vectors_job(callbacks=[diary]), strategy, runs=tmp_path / "runs")
     assert diary.read("start") == [
         ["vectors", run.header["strategy"], 0, EPOCHS * STEPS, "accuracy"]
     ]
@@ -94,7 +94,7 @@ def test_callbacks_are_called_in_one_process(strategy: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_callback_ends_the_run_on_all_ranks(strategy: str, tmp_path: Path) -> None:
     diary = Diary(tmp_path / "diary", last_step=4)
-    run = pg.train(make_job(), strategy, callbacks=[diary], runs=tmp_path / "runs")
+    run = pg.train(make_vectors_job(), strategy, callbacks=[diary], runs=tmp_path / "runs")
     assert not run.stopped
     assert (run.folder / "model.safetensors").exists()
     assert diary.read("end") == [["finished"]]
@@ -103,7 +103,7 @@ def test_callback_ends_the_run_on_all_ranks(strategy: str, tmp_path: Path) -> No
         assert count == 5  # all ranks see the request in the next step
     assert count < EPOCHS * STEPS
     at_test = Diary(tmp_path / "at test", last_test=1)
-    run = pg.train(make_job(), strategy, callbacks=[at_test], runs=tmp_path / "runs")
+    run = pg.train(make_vectors_job(), strategy, callbacks=[at_test], runs=tmp_path / "runs")
     assert len(at_test.read("test")) == 2
     assert at_test.read("step")[-1][0] == 2 * STEPS
     assert at_test.read("end") == [["finished"]]
@@ -121,14 +121,14 @@ def test_failing_callback_is_named(strategy: str, tmp_path: Path) -> None:
     with pytest.raises(
         pg.RankFailed, match="callback Raises raised ValueError: no room for this number"
     ) as caught:
-        pg.train(make_job(callbacks=[diary, Raises()]), strategy, runs=tmp_path / "runs")
+        pg.train(make_vectors_job(callbacks=[diary, Raises()]), strategy, runs=tmp_path / "runs")
     assert "observe_step" in caught.value.user_traceback
     assert diary.read("end") == [["failed"]]
 
 
 def test_wrong_callback_is_refused() -> None:
     with pytest.raises(pg.Refused, match=r"callbacks must be a list of paragrad\.Callback objects"):
-        pg.train(make_job(), callbacks=[print])  # type: ignore[list-item]
+        pg.train(make_vectors_job(), callbacks=[print])  # type: ignore[list-item]
 
 
 # ---- early stopping and the best test ---------------------------------------------------------
@@ -143,7 +143,7 @@ class Fading(nn.Module):
         return self.weight.expand(len(inputs))
 
 
-def push(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def compute_growth_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return -output.mean()
 
 
@@ -153,9 +153,9 @@ def measure_closeness(output: torch.Tensor, target: torch.Tensor) -> tuple[float
 
 def make_fading_job(**changes: object) -> pg.Job:
     """Return a job whose weight is 0.5, 1, 1.5, ... after the epochs."""
-    return make_job(
+    return make_vectors_job(
         model=Fading,
-        loss=push,
+        loss=compute_growth_loss,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5 / STEPS),
     ).replace(metric=measure_closeness, epochs=9, **changes)
 
@@ -193,7 +193,7 @@ def test_early_stopping_goes_on_after_a_resume(tmp_path: Path) -> None:
 
 
 def test_best_checkpoint_is_refused_where_there_is_no_test(tmp_path: Path) -> None:
-    made = make_job().replace(test=None, metric=None)
+    made = make_vectors_job().replace(test=None, metric=None)
     with pytest.raises(pg.Refused, match="job vectors has no test set; give it test="):
         pg.train(made, keep="best", runs=tmp_path)
     run = pg.train(made, epochs=1, runs=tmp_path)

@@ -19,8 +19,15 @@ from typing import Any
 
 import pytest
 import torch
-from equality_table import IMAGES, VECTORS, job, mlp, normed_cnn
-from server_messages import JOB, Told, frames, push, said, server
+from equality_table import IMAGES, VECTORS, make_batch_norm_cnn, make_job, make_mlp
+from server_messages import (
+    JOB,
+    AnswerRecorder,
+    make_frames,
+    make_push,
+    make_server,
+    send_and_read_refusal,
+)
 from torch import Tensor, nn
 from torch.nn import functional
 from unusual_optimizers import Averaging
@@ -36,23 +43,28 @@ from paragrad.trainer.checkpoint.checkpoint import list_checkpoint_folders
 pytestmark = pytest.mark.processes
 
 
-def halving(optimizer: Any) -> Any:
+def make_halving_scheduler(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 20, 0.5)
 
 
-def schedule_free(parameters: Any) -> torch.optim.Optimizer:
+def make_schedule_free_sgd(parameters: Any) -> torch.optim.Optimizer:
     return Averaging(parameters, lr=0.05)
 
 
-def adam(parameters: Any) -> torch.optim.Optimizer:
+def make_adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3)
 
 
 MADE = {
-    "dropout, AdamW, clipping, a scheduler": job(
-        "vectors", mlp, VECTORS, test=VECTORS, metric=pg.accuracy
-    ).replace(optimizer=adam, clip_norm=0.5, scheduler=halving, scheduler_every="step"),
-    "batch norm": job("normed", normed_cnn, IMAGES, test=IMAGES),
+    "dropout, AdamW, clipping, a scheduler": make_job(
+        "vectors", make_mlp, VECTORS, test=VECTORS, metric=pg.accuracy
+    ).replace(
+        optimizer=make_adamw,
+        clip_norm=0.5,
+        scheduler=make_halving_scheduler,
+        scheduler_every="step",
+    ),
+    "batch norm": make_job("normed", make_batch_norm_cnn, IMAGES, test=IMAGES),
 }
 
 # seconds of a step, so that a disturbance comes long before the end of the training
@@ -62,12 +74,12 @@ PACE = 0.03
 class Disturbed(failure_recovery.RecoveryCoordinator):
     """A coordinator that disturbs one process after given steps, also after restarts.
 
-    It calls `happens` when the record of rank 0 reaches a step of `at`. It reads the record at
+    It calls `disturb` when the record of rank 0 reaches a step of `at`. It reads the record at
     least five times a second. A fast training could end between two reads, so tests set a pace.
     """
 
     at: tuple[int, ...] = ()
-    happens: Callable[[failure_recovery.RecoveryCoordinator, int], None]
+    disturb: Callable[[failure_recovery.RecoveryCoordinator, int], None]
 
     def poll_events(self) -> None:
         super().poll_events()
@@ -85,19 +97,19 @@ class Disturbed(failure_recovery.RecoveryCoordinator):
         ):
             first = self.at[0]
             self.at = self.at[1:]
-            self.happens(first)
+            self.disturb(first)
 
 
-def signalled(
+def make_signal_sender(
     number: int, sent: signal.Signals
 ) -> Callable[[failure_recovery.RecoveryCoordinator, int], None]:
     """Return a disturbance that sends a signal to one process of the training."""
 
-    def happens(run: failure_recovery.RecoveryCoordinator, step: int) -> None:
+    def send_signal(run: failure_recovery.RecoveryCoordinator, step: int) -> None:
         if number in run.pool.members:  # the process may have ended already
             run.pool.members[number].send_signal(sent)
 
-    return happens
+    return send_signal
 
 
 KILLED = {
@@ -138,7 +150,9 @@ def test_killed_process_does_not_change_the_training(
         failure_recovery,
         "RecoveryCoordinator",
         type(
-            "Here", (Disturbed,), {"at": (3, 40, 110), "happens": signalled(number, signal.SIGKILL)}
+            "Here",
+            (Disturbed,),
+            {"at": (3, 40, 110), "disturb": make_signal_sender(number, signal.SIGKILL)},
         ),
     )
     run = pg.train(made, text, runs=tmp_path, save=30, pace=PACE)
@@ -210,11 +224,13 @@ def test_buffers_changed_by_forwards_survive(
 
     Now they survive. Buffers that do not change are not sent.
     """
-    made = job("remembering", Remembering, VECTORS).replace(dtype=torch.float64, epochs=20)
+    made = make_job("remembering", Remembering, VECTORS).replace(dtype=torch.float64, epochs=20)
     monkeypatch.setattr(
         failure_recovery,
         "RecoveryCoordinator",
-        type("Here", (Disturbed,), {"at": (5, 20), "happens": signalled(1, signal.SIGKILL)}),
+        type(
+            "Here", (Disturbed,), {"at": (5, 20), "disturb": make_signal_sender(1, signal.SIGKILL)}
+        ),
     )
     run = pg.train(made, "server(2)", runs=tmp_path, pace=PACE)
     serial = pg.train(made, runs=tmp_path)
@@ -229,10 +245,10 @@ def test_buffers_changed_by_forwards_survive(
 @pytest.mark.parametrize(
     ("optimizer", "changes", "at"),
     [
-        (adam, {}, 3),
-        pytest.param(adam, {"limit": 8}, 2, marks=pytest.mark.table),
-        (schedule_free, {}, 2),
-        pytest.param(adam, {"until": "deadly=0.001"}, 1, marks=pytest.mark.table),
+        (make_adamw, {}, 3),
+        pytest.param(make_adamw, {"limit": 8}, 2, marks=pytest.mark.table),
+        (make_schedule_free_sgd, {}, 2),
+        pytest.param(make_adamw, {"until": "deadly=0.001"}, 1, marks=pytest.mark.table),
     ],
     ids=[
         "in the last test",
@@ -301,7 +317,9 @@ def test_repeated_server_deaths_do_not_end_the_run(
         failure_recovery,
         "RecoveryCoordinator",
         type(
-            "Here", (Disturbed,), {"at": (101, 203, 305), "happens": signalled(1, signal.SIGKILL)}
+            "Here",
+            (Disturbed,),
+            {"at": (101, 203, 305), "disturb": make_signal_sender(1, signal.SIGKILL)},
         ),
     )
     run = pg.train(made, "server(1)", runs=tmp_path, pace=PACE)
@@ -323,7 +341,7 @@ def test_server_death_during_restart_does_not_end_the_run(
 
     class Again(Disturbed):
         at = (5,)
-        happens = signalled(1, signal.SIGKILL)
+        disturb = make_signal_sender(1, signal.SIGKILL)
         left = 2
 
         def restore_snapshots(self, failure: pg.RankFailed, reason: str) -> None:
@@ -357,7 +375,7 @@ class Counting(torch.optim.SGD):
         super().step(closure)
 
 
-def counting(parameters: Any) -> torch.optim.Optimizer:
+def make_counting_sgd(parameters: Any) -> torch.optim.Optimizer:
     return Counting(parameters, lr=0.1)
 
 
@@ -369,11 +387,13 @@ def test_optimizer_attributes_survive_a_restart(
 
     The training then differed from serial, without a message.
     """
-    made = MADE["batch norm"].replace(dtype=torch.float64, epochs=50, optimizer=counting)
+    made = MADE["batch norm"].replace(dtype=torch.float64, epochs=50, optimizer=make_counting_sgd)
     monkeypatch.setattr(
         failure_recovery,
         "RecoveryCoordinator",
-        type("Here", (Disturbed,), {"at": (105,), "happens": signalled(1, signal.SIGKILL)}),
+        type(
+            "Here", (Disturbed,), {"at": (105,), "disturb": make_signal_sender(1, signal.SIGKILL)}
+        ),
     )
     run = pg.train(made, "server(1)", runs=tmp_path, pace=PACE)
     serial = pg.train(made, runs=tmp_path)
@@ -389,7 +409,10 @@ def test_checkpoint_without_optimizer_attributes_is_refused(text: str, tmp_path:
         pg.RankFailed, match="Counting keeps count, count beside the states of its parameters"
     ):
         pg.train(
-            MADE["batch norm"].replace(epochs=1, optimizer=counting), text, runs=tmp_path, save=2
+            MADE["batch norm"].replace(epochs=1, optimizer=make_counting_sgd),
+            text,
+            runs=tmp_path,
+            save=2,
         )
 
 
@@ -399,7 +422,7 @@ def test_stalled_worker_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         failure_recovery,
         "RecoveryCoordinator",
-        type("Here", (Disturbed,), {"at": (5,), "happens": signalled(1, signal.SIGSTOP)}),
+        type("Here", (Disturbed,), {"at": (5,), "disturb": make_signal_sender(1, signal.SIGSTOP)}),
     )
     run = pg.train(made, "server(2)", runs=tmp_path, timeout=2, pace=PACE)
     serial = pg.train(made, runs=tmp_path)
@@ -418,16 +441,16 @@ def worlds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     begin = failure_recovery.RecoveryCoordinator.start_workers
     found = list[int]()
 
-    def work(self: failure_recovery.RecoveryCoordinator) -> None:
+    def start_workers(self: failure_recovery.RecoveryCoordinator) -> None:
         monkeypatch.setenv("PARAGRAD_TEST_RAISES", "yes")
         found.append(self.world_count)
         begin(self)
 
-    monkeypatch.setattr(failure_recovery.RecoveryCoordinator, "start_workers", work)
+    monkeypatch.setattr(failure_recovery.RecoveryCoordinator, "start_workers", start_workers)
     return found
 
 
-def raising(output: Tensor, target: Tensor) -> Tensor:
+def raise_on_short_batch(output: Tensor, target: Tensor) -> Tensor:
     if torch.is_grad_enabled() and os.environ.get("PARAGRAD_TEST_RAISES") and len(target) < 5:
         raise ValueError("broken")
     return functional.cross_entropy(output, target)
@@ -436,10 +459,10 @@ def raising(output: Tensor, target: Tensor) -> Tensor:
 @pytest.mark.usefixtures("worlds")
 def test_worker_exception_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(pg.RankFailed, match="ValueError: broken"):
-        pg.train(MADE["batch norm"].replace(loss=raising), "server(4)", runs=tmp_path)
+        pg.train(MADE["batch norm"].replace(loss=raise_on_short_batch), "server(4)", runs=tmp_path)
 
 
-def late(output: Tensor, target: Tensor) -> Tensor:
+def raise_timeout(output: Tensor, target: Tensor) -> Tensor:
     if torch.is_grad_enabled() and os.environ.get("PARAGRAD_TEST_RAISES"):
         raise ValueError("price lookup timed out: connection refused")
     return functional.cross_entropy(output, target)
@@ -448,11 +471,11 @@ def late(output: Tensor, target: Tensor) -> Tensor:
 def test_user_timeout_error_is_not_retried(worlds: list[int], tmp_path: Path) -> None:
     """Earlier, a run whose user code raised this error was restarted fifteen times."""
     with pytest.raises(pg.RankFailed, match="price lookup timed out"):
-        pg.train(MADE["batch norm"].replace(loss=late), "server(2)", runs=tmp_path)
+        pg.train(MADE["batch norm"].replace(loss=raise_timeout), "server(2)", runs=tmp_path)
     assert worlds == [0]
 
 
-def leaving(output: Tensor, target: Tensor) -> Tensor:
+def exit_process(output: Tensor, target: Tensor) -> Tensor:
     if torch.is_grad_enabled() and os.environ.get("PARAGRAD_TEST_RAISES"):
         os._exit(3)
     return functional.cross_entropy(output, target)
@@ -463,7 +486,7 @@ def test_repeated_death_at_one_step_ends_the_run(
 ) -> None:
     monkeypatch.setattr(failure_recovery, "MAX_RESTARTS", 1)
     with pytest.raises(pg.RankFailed, match="exited with code 3"):
-        pg.train(MADE["batch norm"].replace(loss=leaving), "server(2)", runs=tmp_path)
+        pg.train(MADE["batch norm"].replace(loss=exit_process), "server(2)", runs=tmp_path)
     assert worlds == [0, 1]
 
 
@@ -480,48 +503,52 @@ def test_interrupted_run_resumes(tmp_path: Path) -> None:
 
 
 # ---- what a server does ----------------------------------------------------------------------
-def kept(told: Told) -> Any:
+def make_lasting_server(told: AnswerRecorder) -> Any:
     """Return a server that keeps running when workers die."""
-    served = server("server(2)", told)
+    served = make_server("server(2)", told)
     served.shard.snapshots = SimpleNamespace()
     return served
 
 
-def asked(served: Any, told: Told, kind: MessageType, job: int = JOB, **more: Any) -> None:
+def send_request(
+    served: Any, told: AnswerRecorder, kind: MessageType, job: int = JOB, **more: Any
+) -> None:
     """Send a request to a server."""
-    served.handle_message(frames(Header(kind, job, **more)))
+    served.handle_message(make_frames(Header(kind, job, **more)))
 
 
-def stands(told: Told) -> tuple[MessageType, int]:
+def read_last_answer(told: AnswerRecorder) -> tuple[MessageType, int]:
     """Return the kind and the version of the last answer."""
     return told.answers[-1][1].kind, told.answers[-1][1].version
 
 
 @pytest.mark.parametrize("finish", [0.0, 1.0])
 def test_complete_step_is_made_or_dropped_by_all_servers(finish: float) -> None:
-    told = Told()
-    served = kept(told)
+    told = AnswerRecorder()
+    served = make_lasting_server(told)
     for share in range(2):
-        served.handle_message(push(share=share, sender=share + 1, whose=b"w%d" % share))
-    asked(served, told, MessageType.HALT, version=78)
-    assert stands(told)[0] == MessageType.GIVEN
-    asked(served, told, MessageType.RESUME, 78, numbers=(finish, 12.0, 1.0))
-    assert stands(told) == (MessageType.DONE, int(finish))
+        served.handle_message(make_push(share=share, sender=share + 1, whose=b"w%d" % share))
+    send_request(served, told, MessageType.HALT, version=78)
+    assert read_last_answer(told)[0] == MessageType.GIVEN
+    send_request(served, told, MessageType.RESUME, 78, numbers=(finish, 12.0, 1.0))
+    assert read_last_answer(told) == (MessageType.DONE, int(finish))
     assert float(served.shard.values[0][0]) == pytest.approx(1.0 - finish * 2.0 / 12.0)
     for share in range(2):  # pushes of the next step, or of the same step again
         served.handle_message(
-            push(share=share, sender=share + 5, whose=b"n%d" % share, job=78, step=int(finish))
+            make_push(share=share, sender=share + 5, whose=b"n%d" % share, job=78, step=int(finish))
         )
     assert served.shard.is_complete
 
 
 def test_messages_of_dead_workers_are_ignored() -> None:
-    told = Told()
-    served = kept(told)
-    served.handle_message(push(share=0))
-    asked(served, told, MessageType.HALT, version=78)
-    assert said(served, push(share=1, sender=2)) == "it is of another training"
-    asked(served, told, MessageType.RESUME, 78)
+    told = AnswerRecorder()
+    served = make_lasting_server(told)
+    served.handle_message(make_push(share=0))
+    send_request(served, told, MessageType.HALT, version=78)
+    assert (
+        send_and_read_refusal(served, make_push(share=1, sender=2)) == "it is of another training"
+    )
+    send_request(served, told, MessageType.RESUME, 78)
     assert not served.pending_pushes
     assert not served.shard.is_complete
 
@@ -561,21 +588,26 @@ def test_servers_return_to_the_common_step(tmp_path: Path) -> None:
 
 
 def test_forward_changes_belong_to_their_step() -> None:
-    told = Told()
-    served = kept(told)
+    told = AnswerRecorder()
+    served = make_lasting_server(told)
     served.handle_message(
-        frames(Header(MessageType.BUFFERS, JOB), serialize_tensors({"calls": torch.ones(1)}))
+        make_frames(Header(MessageType.BUFFERS, JOB), serialize_tensors({"calls": torch.ones(1)}))
     )
     assert not served.shard.buffers
     for share in range(2):
-        served.handle_message(push(share=share, sender=share + 1))
-    asked(served, told, MessageType.UPDATE, numbers=(12.0, 1.0))
+        served.handle_message(make_push(share=share, sender=share + 1))
+    send_request(served, told, MessageType.UPDATE, numbers=(12.0, 1.0))
     assert served.shard.buffers == {"calls": torch.ones(1)}
     assert (
-        said(served, frames(Header(MessageType.BUFFERS, JOB, step=1), b"no tensors"))
+        send_and_read_refusal(
+            served, make_frames(Header(MessageType.BUFFERS, JOB, step=1), b"no tensors")
+        )
         == "what forwards change, and cannot be read"
     )
-    assert said(server("server(2)"), frames(Header(MessageType.HALT, JOB))) == "HALT is no question"
+    assert (
+        send_and_read_refusal(make_server("server(2)"), make_frames(Header(MessageType.HALT, JOB)))
+        == "HALT is no question"
+    )
 
 
 def test_update_in_a_snapshot_is_not_lost(tmp_path: Path) -> None:
@@ -583,7 +615,7 @@ def test_update_in_a_snapshot_is_not_lost(tmp_path: Path) -> None:
 
     This happened if it was killed after it saved a snapshot and before it cleared its journal.
     """
-    served = kept(Told())
+    served = make_lasting_server(AnswerRecorder())
     store = served.shard.snapshots = SnapshotStore(tmp_path, 0)
     store.save_snapshot(served.shard)
     store.record_tickets(served.shard, [(7, 3)])
@@ -592,14 +624,14 @@ def test_update_in_a_snapshot_is_not_lost(tmp_path: Path) -> None:
     store.save_snapshot(served.shard)
     store.close()
     (tmp_path / "server-0.journal").write_bytes(journal)
-    again = kept(Told())
+    again = make_lasting_server(AnswerRecorder())
     restored = SnapshotStore(tmp_path, 0)
     restored.restore_shard(again.shard)
     assert 7 not in again.shard.applied_tickets
     restored.record_tickets(again.shard, [(8, 3)])
     restored.close()
     # the update of ticket 8 was lost with the process
-    last = kept(Told())
+    last = make_lasting_server(AnswerRecorder())
     restored = SnapshotStore(tmp_path, 0)
     restored.restore_shard(last.shard)
     assert 8 in last.shard.applied_tickets
@@ -609,17 +641,17 @@ def test_update_in_a_snapshot_is_not_lost(tmp_path: Path) -> None:
 def test_failed_snapshot_is_reported_and_training_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(kept: Any, path: Path) -> None:
+    def fail_to_save(kept: Any, path: Path) -> None:
         path.write_bytes(b"as much as there was room for")
         raise OSError(28, "No space left on device")
 
-    served = kept(Told())
+    served = make_lasting_server(AnswerRecorder())
     served.shard.snapshots = SnapshotStore(tmp_path, 0)
-    monkeypatch.setattr(torch, "save", full)
+    monkeypatch.setattr(torch, "save", fail_to_save)
     served.is_snapshot_due = True
     for share in range(2):
-        served.handle_message(push(share=share, sender=share + 1))
-    asked(served, Told(), MessageType.UPDATE, numbers=(12.0, 1.0))
+        served.handle_message(make_push(share=share, sender=share + 1))
+    send_request(served, AnswerRecorder(), MessageType.UPDATE, numbers=(12.0, 1.0))
     assert served.shard.updates == 1
     assert served.shard.refusals == {"a snapshot, for which there was no room": 1}
     assert [path.name for path in tmp_path.iterdir()] == ["server-0.journal"]

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_messages import Desk, applied, frames
+from server_messages import Desk, count_server_samples, make_frames
 
 import paragrad as pg
 from paragrad.errors import Refused
@@ -144,7 +144,8 @@ def place(tmp_path: Path) -> Ground:
 class Open(queue_coordinator.QueueCoordinator):
     """A coordinator that starts joining workers as soon as its address is known.
 
-    It trains when enough of them have joined, and calls `seen` after each of their tickets.
+    It trains when enough of them have joined, and calls `observe_ticket` after each of their
+    tickets.
     """
 
     place: Ground
@@ -152,7 +153,7 @@ class Open(queue_coordinator.QueueCoordinator):
     wanted = 1
     joiners: list[subprocess.Popen[str]]
     # called after every training ticket of a joined worker
-    seen: Any = None
+    observe_ticket: Any = None
 
     def announce_join_address(self, address: Any) -> None:
         super().announce_join_address(address)
@@ -174,12 +175,18 @@ class Open(queue_coordinator.QueueCoordinator):
 
     def handle_report(self, number: int, ticket: Ticket, report: dict[str, Any]) -> None:
         super().handle_report(number, ticket, report)
-        if number >= self.strategy.size and ticket.what == TRAIN and self.seen is not None:
-            self.seen(number)
+        if (
+            number >= self.strategy.size
+            and ticket.what == TRAIN
+            and self.observe_ticket is not None
+        ):
+            self.observe_ticket(number)
 
 
 @pytest.fixture
-def opened(place: Ground, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., type[Open]]]:
+def open_training(
+    place: Ground, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., type[Open]]]:
     """Return a function that makes trainings use `Open`, with the given changes.
 
     At the end of the test, all joined workers are killed.
@@ -198,19 +205,19 @@ def opened(place: Ground, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         joiner.communicate()
 
 
-def ended(joiner: subprocess.Popen[str]) -> tuple[int, str, str]:
+def wait_for_exit(joiner: subprocess.Popen[str]) -> tuple[int, str, str]:
     """Wait for a command, and return its exit code, its output and its error output."""
     printed, complaint = joiner.communicate(timeout=60)
     return joiner.returncode, printed, complaint
 
 
-def events(run: pg.Run) -> list[str]:
+def list_events(run: pg.Run) -> list[str]:
     return [line["name"] for line in Record(run.folder).run_lines if line["kind"] == "event"]
 
 
-def whole(run: pg.Run) -> bool:
+def is_complete(run: pg.Run) -> bool:
     """Return whether every server applied every sample once, and the record says so."""
-    return set(applied(run)) == {SAMPLES} and (
+    return set(count_server_samples(run)) == {SAMPLES} and (
         run.sample_count.epochs,
         run.sample_count.twice,
         run.sample_count.missed,
@@ -230,15 +237,15 @@ def whole(run: pg.Run) -> bool:
     ],
 )
 def test_joined_worker_trains_until_the_end(
-    text: str, place: Ground, opened: Callable[..., Any]
+    text: str, place: Ground, open_training: Callable[..., Any]
 ) -> None:
-    here = opened(joining=((), ()), wanted=2)
+    here = open_training(joining=((), ()), wanted=2)
     run = place.train(text, save=1)
     assert run.finished
-    assert whole(run)
-    assert events(run) == ["open", "joined", "joined"]
+    assert is_complete(run)
+    assert list_events(run) == ["open", "joined", "joined"]
     for joiner in here.joiners:
-        code, printed, _ = ended(joiner)
+        code, printed, _ = wait_for_exit(joiner)
         assert code == 0
         assert "train" in printed
     record = Record(run.folder)
@@ -253,7 +260,9 @@ def test_joined_worker_trains_until_the_end(
 
 
 @pytest.mark.story
-def test_worker_started_by_a_launcher_can_join(place: Ground, opened: Callable[..., Any]) -> None:
+def test_worker_started_by_a_launcher_can_join(
+    place: Ground, open_training: Callable[..., Any]
+) -> None:
     """Earlier, a worker that srun started with two tasks was admitted and then refused.
 
     The training wanted three ranks, and the launcher had started two.
@@ -274,38 +283,42 @@ def test_worker_started_by_a_launcher_can_join(place: Ground, opened: Callable[.
             )
         ]
 
-    here = opened(announce_join_address=say_where)
+    here = open_training(announce_join_address=say_where)
     run = place.train("server(2, sync=ssp(1))")
-    assert ended(here.joiners[0])[0] == 0
-    assert whole(run)
-    assert events(run) == ["open", "joined"]
+    assert wait_for_exit(here.joiners[0])[0] == 0
+    assert is_complete(run)
+    assert list_events(run) == ["open", "joined"]
 
 
 @pytest.mark.story
-def test_leaving_worker_returns_its_samples(place: Ground, opened: Callable[..., Any]) -> None:
+def test_leaving_worker_returns_its_samples(
+    place: Ground, open_training: Callable[..., Any]
+) -> None:
     """If a worker leaves after Ctrl-C, another worker gets its samples at once."""
-    here = opened(seen=lambda run, number: run.joiners[0].send_signal(signal.SIGINT))
+    here = open_training(
+        observe_ticket=lambda run, number: run.joiners[0].send_signal(signal.SIGINT)
+    )
     run = place.train("server(2, sync=ssp(1))")
-    code, _, complaint = ended(here.joiners[0])
+    code, _, complaint = wait_for_exit(here.joiners[0])
     assert (code, complaint) == (130, "paragrad: stopped\n")
-    assert whole(run)
-    assert events(run) == ["open", "joined", "left"]
+    assert is_complete(run)
+    assert list_events(run) == ["open", "joined", "left"]
 
 
 @pytest.mark.story
 def test_killed_joined_worker_does_not_stop_the_training(
-    place: Ground, opened: Callable[..., Any]
+    place: Ground, open_training: Callable[..., Any]
 ) -> None:
-    here = opened(seen=lambda run, number: run.joiners[0].kill())
+    here = open_training(observe_ticket=lambda run, number: run.joiners[0].kill())
     run = place.train("server(2, servers=2, sync=ssp(1))")
-    assert ended(here.joiners[0])[0] == -signal.SIGKILL
-    assert whole(run)
-    assert events(run) == ["open", "joined", "gone"]
+    assert wait_for_exit(here.joiners[0])[0] == -signal.SIGKILL
+    assert is_complete(run)
+    assert list_events(run) == ["open", "joined", "gone"]
 
 
 @pytest.mark.story
-def test_stopped_joined_worker_comes_back(place: Ground, opened: Callable[..., Any]) -> None:
-    def run(self: Any) -> str:
+def test_stopped_joined_worker_comes_back(place: Ground, open_training: Callable[..., Any]) -> None:
+    def run_training(self: Any) -> str:
         self.queue.limit = 0.5
         self.was_late = False
         return TRAINING.run_training(self)
@@ -314,7 +327,7 @@ def test_stopped_joined_worker_comes_back(place: Ground, opened: Callable[..., A
         if not self.was_late:
             self.joiners[0].send_signal(signal.SIGSTOP)
 
-    def event(self: Any, name: str, message: str, **numbers: float) -> None:
+    def record_event(self: Any, name: str, message: str, **numbers: float) -> None:
         TRAINING.record_event(self, name, message, **numbers)
         if name == "late" and numbers["rank"] >= self.strategy.size:
             self.was_late = True
@@ -326,15 +339,20 @@ def test_stopped_joined_worker_comes_back(place: Ground, opened: Callable[..., A
             self.poll_events(None)
         return TRAINING.train_segment(self, epoch)
 
-    here = opened(run_training=run, seen=stop, record_event=event, train_segment=train)
+    here = open_training(
+        run_training=run_training,
+        observe_ticket=stop,
+        record_event=record_event,
+        train_segment=train,
+    )
     run = place.train("server(2, servers=2, sync=asp)")
-    assert ended(here.joiners[0])[0] == 0
-    assert whole(run)
-    assert "late" in events(run)
+    assert wait_for_exit(here.joiners[0])[0] == 0
+    assert is_complete(run)
+    assert "late" in list_events(run)
 
 
 @pytest.mark.story
-def test_killed_server_is_found_again(place: Ground, opened: Callable[..., Any]) -> None:
+def test_killed_server_is_found_again(place: Ground, open_training: Callable[..., Any]) -> None:
     """A restarted server has the same port and key, and knows the admitted workers.
 
     Under ssp, no worker continues without the one that joined.
@@ -344,39 +362,39 @@ def test_killed_server_is_found_again(place: Ground, opened: Callable[..., Any])
         if "killed" not in vars(run):
             run.killed = run.pool.members[2].send_signal(signal.SIGKILL)
 
-    here = opened(seen=kill)
+    here = open_training(observe_ticket=kill)
     run = place.train("server(2, servers=2, sync=ssp(1))")
-    assert ended(here.joiners[0])[0] == 0
-    assert set(applied(run)) == {SAMPLES}
-    assert events(run) == ["open", "joined", "again"]
+    assert wait_for_exit(here.joiners[0])[0] == 0
+    assert set(count_server_samples(run)) == {SAMPLES}
+    assert list_events(run) == ["open", "joined", "again"]
     assert len(Record(run.folder).select_lines("step", 4)) > 3
 
 
 @pytest.mark.story
-def test_waiting_worker_is_kept_alive(place: Ground, opened: Callable[..., Any]) -> None:
+def test_waiting_worker_is_kept_alive(place: Ground, open_training: Callable[..., Any]) -> None:
     """A worker gives up after 1.5 s without an answer, so the queue answers waiting workers.
 
     Here the worker must wait during three requests.
     """
     waited: list[bytes] = []
 
-    def epochs(self: Any) -> str:
+    def train_epochs(self: Any) -> str:
         answer = self.listener.send_answer
 
-        def counting(whose: bytes, header: Header, *rest: Any) -> None:
+        def count_waits(whose: bytes, header: Header, *rest: Any) -> None:
             if header.kind == MessageType.WAIT and whose[:1] == REMOTE_PREFIX:
                 waited.append(whose)
             answer(whose, header, *rest)
 
-        self.listener.send_answer = counting
+        self.listener.send_answer = count_waits
         while len(waited) < 3:
             self.poll_events(None)
         return TRAINING.train_epochs(self)
 
-    here = opened(joining=(("--timeout", "1.5"),), train_epochs=epochs)
+    here = open_training(joining=(("--timeout", "1.5"),), train_epochs=train_epochs)
     run = place.train("server(2, sync=ssp(4))")
-    assert ended(here.joiners[0])[0] == 0
-    assert whole(run)
+    assert wait_for_exit(here.joiners[0])[0] == 0
+    assert is_complete(run)
 
 
 LAUNCHES = """
@@ -388,7 +406,7 @@ LAUNCHES = """
     class Told(Open):
         joining, place = (("--timeout", "5"),), Ground(Path(sys.argv[1]))
 
-        def seen(self, number):
+        def observe_ticket(self, number):
             if self.joiners:
                 print(self.joiners.pop().pid, flush=True)
                 sys.stdin.read()
@@ -429,7 +447,7 @@ def test_joined_worker_ends_if_the_launching_process_dies(
 # ---- admission -------------------------------------------------------------------------------
 @pytest.mark.story
 def test_unknown_sender_gets_no_answer_and_changes_nothing(
-    place: Ground, opened: Callable[..., Any], tmp_path: Path
+    place: Ground, open_training: Callable[..., Any], tmp_path: Path
 ) -> None:
     """Noise over raw TCP, an unknown key or another server's key changes nothing.
 
@@ -438,7 +456,7 @@ def test_unknown_sender_gets_no_answer_and_changes_nothing(
     make_key_files(tmp_path / f"other{SECRET_SUFFIX}")
     said: list[str] = []
 
-    def epochs(self: Any) -> str:
+    def train_epochs(self: Any) -> str:
         office = self.office_at
         while not all(
             servers := [self.endpoints.build_join_endpoint(number).address for number in range(2)]
@@ -467,7 +485,7 @@ def test_unknown_sender_gets_no_answer_and_changes_nothing(
                 said.append(try_handshake(address, read_key_pair(place.key), 20.0))
         place.key = tmp_path / f"other{SECRET_SUFFIX}"
         type(self).joiners = [place.join()]
-        code, _, complaint = ended(type(self).joiners[0])
+        code, _, complaint = wait_for_exit(type(self).joiners[0])
         assert code == 2
         assert "does not accept the key of" in complaint
         return TRAINING.train_epochs(self)
@@ -478,7 +496,7 @@ def test_unknown_sender_gets_no_answer_and_changes_nothing(
         self.office_at = address
         write_public_key(address.key, place.server_key)
 
-    opened(train_epochs=epochs, announce_join_address=say_where)
+    open_training(train_epochs=train_epochs, announce_join_address=say_where)
     run = place.train("server(1, servers=2, sync=asp)", batch=29)
     assert said == [
         "unknown",
@@ -488,13 +506,13 @@ def test_unknown_sender_gets_no_answer_and_changes_nothing(
     ]
     serial = pg.train(find_job(str(place.job)).replace(batch=29), "serial", runs=tmp_path / "runs")
     assert run.losses == pytest.approx(serial.losses, rel=1e-9)
-    assert whole(run)
-    assert events(run) == []
+    assert is_complete(run)
+    assert list_events(run) == []
 
 
 @pytest.mark.story
 def test_different_job_is_refused_by_name_on_both_sides(
-    place: Ground, opened: Callable[..., Any]
+    place: Ground, open_training: Callable[..., Any]
 ) -> None:
     """A worker with another job is refused, and the training continues with a worker that fits.
 
@@ -502,20 +520,20 @@ def test_different_job_is_refused_by_name_on_both_sides(
     """
     later = place.folder / f"later{SECRET_SUFFIX}"
 
-    def epochs(self: Any) -> str:
+    def train_epochs(self: Any) -> str:
         while self.joiners[0].poll() is None:
             self.poll_events(None)
-        code, _, complaint = ended(self.joiners[0])
+        code, _, complaint = wait_for_exit(self.joiners[0])
         assert code == 2
         assert "the training has seed 0, and here it is 7; give --seed 0" in complaint
         make_key_files(later).replace(place.allow / f"later{PUBLIC_SUFFIX}")
         self.joiners.append(place.join(key=later))
         return Open.train_epochs(self)
 
-    here = opened(joining=(("--seed", "7"),), train_epochs=epochs)
+    here = open_training(joining=(("--seed", "7"),), train_epochs=train_epochs)
     run = place.train("server(2, sync=asp)")
-    assert ended(here.joiners[1])[0] == 0
-    assert whole(run)
+    assert wait_for_exit(here.joiners[1])[0] == 0
+    assert is_complete(run)
     handed_out = next(line for line in Record(run.folder).run_lines if line["kind"] == "handed_out")
     assert handed_out["refused"] == {"a job with another seed": 1}
     assert "with the key of later.key" in next(
@@ -587,7 +605,7 @@ class Hall(Desk):
         elif header.kind == MessageType.GIVEN:
             super().send_answer(whose.removeprefix(REMOTE_PREFIX)[-1:], header, text)
 
-    def says(
+    def send_and_read_refusal(
         self,
         key: bytes,
         *text: Any,
@@ -599,7 +617,7 @@ class Hall(Desk):
         before = len(self.refusals)
         header = Header(kind, job, call=call or next(self.calls))
         self.office.handle_message(
-            self, frames(header, json.dumps(text).encode(), whose=REMOTE_PREFIX + key + b"7")
+            self, make_frames(header, json.dumps(text).encode(), whose=REMOTE_PREFIX + key + b"7")
         )  # type: ignore[arg-type]
         self.office.hand_out_tickets(self)  # type: ignore[arg-type]
         return "".join(self.refusals[before:])
@@ -608,23 +626,25 @@ class Hall(Desk):
 def test_number_and_ticket_belong_to_one_key() -> None:
     hall = Hall()
     key = b"k" * 40
-    hall.give(3)
-    assert "belongs to another worker" in hall.says(b"x" * 40, 7, None, {})
+    hall.add_tickets(3)
+    assert "belongs to another worker" in hall.send_and_read_refusal(b"x" * 40, 7, None, {})
     # number 0 belongs to a worker that did not join
-    assert "belongs to another worker" in hall.says(key, 0, None, {})
-    assert hall.says(key, 7, None, {}) == ""
+    assert "belongs to another worker" in hall.send_and_read_refusal(key, 0, None, {})
+    assert hall.send_and_read_refusal(key, 7, None, {}) == ""
     given = hall.given[7].__dict__
-    assert "was not given" in hall.says(key, 7, {**given, "number": 2}, {})
-    assert "was not given" in hall.says(key, 7, {**given, "what": ["train"]}, {})
-    assert "not finite" in hall.says(key, 7, given, {**STEP, "loss": float("nan")})
-    assert "cannot be read" in hall.says(key, 7, given, {"loss": 10**400})
-    assert "END is not for workers that joined" in hall.says(key, 7, None, {}, kind=MessageType.END)
+    assert "was not given" in hall.send_and_read_refusal(key, 7, {**given, "number": 2}, {})
+    assert "was not given" in hall.send_and_read_refusal(key, 7, {**given, "what": ["train"]}, {})
+    assert "not finite" in hall.send_and_read_refusal(key, 7, given, {**STEP, "loss": float("nan")})
+    assert "cannot be read" in hall.send_and_read_refusal(key, 7, given, {"loss": 10**400})
+    assert "END is not for workers that joined" in hall.send_and_read_refusal(
+        key, 7, None, {}, kind=MessageType.END
+    )
     # earlier, such a report completed the ticket
-    assert "without its loss" in hall.says(key, 7, given, {"became": 1.0})
+    assert "without its loss" in hall.send_and_read_refusal(key, 7, given, {"became": 1.0})
     assert hall.office.open_tickets == {hall.given[7]: 7}
-    assert hall.says(key, 7, given, STEP) == ""
+    assert hall.send_and_read_refusal(key, 7, given, STEP) == ""
     assert hall.told == [(7, 0)]
-    assert hall.asks(0) is not None  # other workers are not affected
+    assert hall.request_ticket(0) is not None  # other workers are not affected
 
 
 @pytest.mark.parametrize("kind", [MessageType.NEXT, MessageType.LEAVE])
@@ -635,11 +655,11 @@ def test_ticket_of_a_departed_worker_is_reassigned(kind: MessageType) -> None:
     """
     hall = Hall()
     key = b"k" * 40
-    hall.give(1)
-    hall.says(key, 7, None, {})
+    hall.add_tickets(1)
+    hall.send_and_read_refusal(key, 7, None, {})
     taken = hall.given.pop(7)
-    hall.says(key, 7, None, {}, kind=kind)
-    assert (hall.asks(0) or hall.given.get(7)) == taken
+    hall.send_and_read_refusal(key, 7, None, {}, kind=kind)
+    assert (hall.request_ticket(0) or hall.given.get(7)) == taken
     assert hall.office.open_tickets == {taken: 7 if 7 in hall.given else 0}
 
 
@@ -650,10 +670,10 @@ def test_joined_worker_stores_nothing() -> None:
     """
     hall = Hall()
     hall.office.add_tickets([Ticket(KEEP, keep="model"), Ticket(TEST)])
-    hall.says(b"k" * 40, 7, None, {})
+    hall.send_and_read_refusal(b"k" * 40, 7, None, {})
     assert 7 not in hall.given
-    assert hall.asks(0) == Ticket(KEEP, keep="model")
-    hall.says(b"k" * 40, 7, None, {})
+    assert hall.request_ticket(0) == Ticket(KEEP, keep="model")
+    hall.send_and_read_refusal(b"k" * 40, 7, None, {})
     assert hall.given[7] == Ticket(TEST)
 
 
@@ -663,11 +683,11 @@ def test_model_is_saved_by_an_original_worker() -> None:
     Workers that had trained came first, so the new ones did not get the ticket that saves.
     """
     hall = Hall()
-    hall.give(1)
-    hall.says(b"k" * 40, 7, None, {})
-    hall.says(b"k" * 40, 7, hall.given[7].__dict__, STEP)
+    hall.add_tickets(1)
+    hall.send_and_read_refusal(b"k" * 40, 7, None, {})
+    hall.send_and_read_refusal(b"k" * 40, 7, hall.given[7].__dict__, STEP)
     hall.office.add_tickets([Ticket(KEEP, keep="model")])
-    assert hall.asks(0) == Ticket(KEEP, keep="model")
+    assert hall.request_ticket(0) == Ticket(KEEP, keep="model")
 
 
 def test_evaluation_of_an_earlier_epoch_is_ignored() -> None:
@@ -677,13 +697,13 @@ def test_evaluation_of_an_earlier_epoch_is_ignored() -> None:
     """
     hall = Hall()
     hall.office.add_tickets([Ticket(TEST, epoch=0)])
-    late = hall.asks(0)
+    late = hall.request_ticket(0)
     hall.office.drop_worker(0)
-    assert hall.asks(1) == late
-    hall.asks(1, sum=1.0)
+    assert hall.request_ticket(1) == late
+    hall.request_ticket(1, sum=1.0)
     hall.office.add_tickets([Ticket(TEST, epoch=1)])
     heard = len(hall.heard)
-    hall.asks(0, sum=5.0)
+    hall.request_ticket(0, sum=5.0)
     assert len(hall.heard) == heard
     assert hall.given[1] == Ticket(TEST, epoch=1)
 
@@ -691,12 +711,12 @@ def test_evaluation_of_an_earlier_epoch_is_ignored() -> None:
 def test_joining_after_the_end_is_refused() -> None:
     """Earlier, the worker was admitted, and then waited for servers that had ended."""
     hall = Hall()
-    assert hall.says(b"k" * 40, kind=MessageType.REMIND) == ""
+    assert hall.send_and_read_refusal(b"k" * 40, kind=MessageType.REMIND) == ""
     # a reminder of JOIN has job 0; earlier, it was refused as "of another training"
-    assert hall.says(b"k" * 40, kind=MessageType.REMIND, job=0) == ""
+    assert hall.send_and_read_refusal(b"k" * 40, kind=MessageType.REMIND, job=0) == ""
     hall.office.is_ended = True
-    assert hall.says(b"k" * 40, kind=MessageType.JOIN) == "the training is over"
-    hall.says(b"k" * 40, 7, None, {})
+    assert hall.send_and_read_refusal(b"k" * 40, kind=MessageType.JOIN) == "the training is over"
+    hall.send_and_read_refusal(b"k" * 40, 7, None, {})
     assert hall.given[7] == Ticket(END)  # a worker that comes back late
 
 
@@ -705,7 +725,7 @@ def test_repeated_join_request_waits() -> None:
     kinds: list[MessageType] = []
     hall.send_answer = lambda whose, header, text=b"": kinds.append(header.kind)
     for _ in range(2):
-        hall.says(b"k" * 40, 7, None, {}, call=5)
+        hall.send_and_read_refusal(b"k" * 40, 7, None, {}, call=5)
     assert kinds == [MessageType.WAIT]
     assert len(hall.office.workers) == 1
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from equality_table import VECTORS, job, numbers, resolved, seen
+from equality_table import VECTORS, draw_numbers, make_job, observe_steps, resolve_text
 from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedulers
 from torch.utils.data import TensorDataset
@@ -30,7 +30,7 @@ from paragrad.trainer.settings import Settings
 from paragrad.trainer.trainer import Trainer
 from paragrad.validation.validate import validate_run
 
-pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm")]
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_ranks")]
 
 State = dict[str, Tensor]
 plain = functools.partial(torch.optim.SGD, lr=0.1)
@@ -114,7 +114,7 @@ def test_schedule_resumes_from_its_state(own: str) -> None:
 
 
 def test_job_stores_its_original_batch_size() -> None:
-    made = job("vectors", lambda: nn.Linear(10, 4), VECTORS).replace(batch=12, optimizer=plain)
+    made = make_job("vectors", lambda: nn.Linear(10, 4), VECTORS).replace(batch=12, optimizer=plain)
     assert made.replace(batch=24).replace(batch=48).own_batch == 12
     assert made.replace(epochs=3).own_batch is None
     # the new optimizer is meant for the batch of 24
@@ -131,7 +131,7 @@ def test_job_stores_its_original_batch_size() -> None:
 
 
 def test_invalid_scheduler_is_refused() -> None:
-    made = job("vectors", lambda: nn.Linear(10, 4), VECTORS).replace(batch=12, optimizer=plain)
+    made = make_job("vectors", lambda: nn.Linear(10, 4), VECTORS).replace(batch=12, optimizer=plain)
     for wrong, message in (
         (schedulers.ReduceLROnPlateau, "needs a metric"),
         (lambda optimizer: 3, "is a int"),
@@ -145,7 +145,7 @@ def test_invalid_scheduler_is_refused() -> None:
 @pytest.mark.parametrize("text", ["serial", "data(2)", "server(2, servers=2)"])
 def test_large_batch_training_equals_plain_torch(text: str, tmp_path: Path) -> None:
     """The losses equal those of an unscaled job with the expected rates as its own schedule."""
-    made = job(
+    made = make_job(
         "vectors", lambda: nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 4)), VECTORS
     ).replace(
         batch=4,
@@ -173,7 +173,7 @@ def test_large_batch_training_equals_plain_torch(text: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("text", ["data(2)", "data(2, state=replicated)"])
 def test_large_batch_run_resumes_from_a_checkpoint(text: str, tmp_path: Path) -> None:
-    made = job(
+    made = make_job(
         "vectors", lambda: nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 4)), VECTORS
     ).replace(
         batch=4,
@@ -249,8 +249,8 @@ def lamb(
 def begun() -> tuple[list[nn.Parameter], list[list[float]]]:
     """Return three parameters: a matrix, a vector, and a vector of zeros; and their values."""
     made = [
-        nn.Parameter(numbers(3, 4, seed=1).double()),
-        nn.Parameter(numbers(5, seed=2).double()),
+        nn.Parameter(draw_numbers(3, 4, seed=1).double()),
+        nn.Parameter(draw_numbers(5, seed=2).double()),
         nn.Parameter(torch.zeros(2, dtype=torch.float64)),
     ]
     return made, [each.detach().flatten().tolist() for each in made]
@@ -259,7 +259,7 @@ def begun() -> tuple[list[nn.Parameter], list[list[float]]]:
 def given(parameters: list[nn.Parameter], step: int) -> list[list[float]]:
     """Set and return the gradients of a step; in every third step, the last one is zero."""
     for place, each in enumerate(parameters):
-        each.grad = numbers(*each.shape, seed=100 * step + place).double() * (
+        each.grad = draw_numbers(*each.shape, seed=100 * step + place).double() * (
             0.0 if place == 2 and step % 3 == 0 else 1.0
         )
     return [each.grad.flatten().tolist() for each in parameters if each.grad is not None]
@@ -346,12 +346,12 @@ def weights_of(trainer: Trainer) -> State:
 @pytest.mark.parametrize("name", LAYERED)
 def test_layerwise_norms_are_of_whole_tensors(pool: Launcher, name: str, text: str) -> None:
     """LARS and LAMB use norms of whole tensors; in shared memory, one rank updates each tensor."""
-    made = job(
+    made = make_job(
         "vectors", lambda: nn.Sequential(nn.Linear(10, 40), nn.Tanh(), nn.Linear(40, 4)), VECTORS
     ).replace(dtype=torch.float64, epochs=8, optimizer=LAYERED[name])
-    chosen = resolved(text)
-    serial = pool.run(seen, made, resolved("serial"), STEPS, weights_of, size=1)[0]
-    for found in pool.run(seen, made, chosen, STEPS, weights_of, size=chosen.size):
+    chosen = resolve_text(text)
+    serial = pool.run(observe_steps, made, resolve_text("serial"), STEPS, weights_of, size=1)[0]
+    for found in pool.run(observe_steps, made, chosen, STEPS, weights_of, size=chosen.size):
         for step in range(STEPS):
             for tensor, wanted in serial[step].items():
                 assert torch.allclose(found[step][tensor], wanted, rtol=1e-10, atol=1e-12), (
@@ -361,7 +361,7 @@ def test_layerwise_norms_are_of_whole_tensors(pool: Launcher, name: str, text: s
 
 
 def test_servers_that_divide_tensors_refuse_them() -> None:
-    made = job("vectors", lambda: nn.Linear(10, 4), VECTORS).replace(optimizer=LAYERED["lars"])
+    made = make_job("vectors", lambda: nn.Linear(10, 4), VECTORS).replace(optimizer=LAYERED["lars"])
     with pytest.raises(pg.Refused, match="Lars does not update element by element"):
         validate_run(made, "server(2, servers=2)")
 
@@ -372,8 +372,10 @@ def regression(samples: int = 8192) -> tuple[pg.Job, float]:
 
     The noise scale is computed from the gradients of all samples.
     """
-    inputs = numbers(samples, 6, seed=3).double()
-    targets = (inputs @ numbers(6, 1, seed=4).double()) + 3 * numbers(samples, 1, seed=5).double()
+    inputs = draw_numbers(samples, 6, seed=3).double()
+    targets = (inputs @ draw_numbers(6, 1, seed=4).double()) + 3 * draw_numbers(
+        samples, 1, seed=5
+    ).double()
     each = -inputs * targets  # of the loss (w x - y)^2 / 2 at w = 0
     mean = each.mean(0)
     scale = float(each.var(0, correction=0).sum() / (mean @ mean))
@@ -490,7 +492,7 @@ def test_noise_scale_of_tokens_is_compared_with_tokens(
         model=lambda: nn.Linear(10, 10),
         loss=lambda output, target: ((output - target).square().sum(), output.numel()),
         optimizer=plain,
-        train=TensorDataset(numbers(64, 10, seed=1), numbers(64, 10, seed=2)),
+        train=TensorDataset(draw_numbers(64, 10, seed=1), draw_numbers(64, 10, seed=2)),
         batch=16,
         epochs=1,
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from equality_table import VECTORS, job
+from equality_table import VECTORS, make_job
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
@@ -95,7 +95,7 @@ def test_rates_equal_those_of_a_plain_loop(
     name: str, unit: str, strategy: str, tmp_path: Path
 ) -> None:
     """Earlier, a cosine over some number of epochs fell to 0 within that number of steps."""
-    made = job(
+    made = make_job(
         "vectors", lambda: nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 4)), VECTORS
     )
     made = made.replace(

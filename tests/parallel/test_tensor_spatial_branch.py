@@ -28,10 +28,10 @@ from equality_table import (
     VECTORS,
     WIDE,
     WITH_BRANCHES,
-    found,
-    job,
-    numbers,
-    whole,
+    draw_integers,
+    draw_numbers,
+    make_job,
+    measure_difference,
 )
 from state_models import ByState
 from torch import Tensor, nn
@@ -47,7 +47,7 @@ from paragrad.trainer.parameter_access import refuse_parameter_views
 from paragrad.trainer.settings import Settings
 from paragrad.validation.validate import validate_run
 
-pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm")]
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_ranks")]
 
 
 @pytest.fixture
@@ -59,19 +59,19 @@ def steps(request: pytest.FixtureRequest) -> int:
 @pytest.mark.sample(14)
 @pytest.mark.parametrize(("row", "column"), WIDE)
 def test_tensor_parallel_equals_serial(pool: Launcher, row: str, column: str, steps: int) -> None:
-    assert found(pool, row, JOBS[column], steps).value <= 1e-10
+    assert measure_difference(pool, row, JOBS[column], steps).value <= 1e-10
 
 
 @pytest.mark.sample(12)
 @pytest.mark.parametrize(("row", "column"), OF_PIECES)
 def test_spatial_parallel_equals_serial(pool: Launcher, row: str, column: str, steps: int) -> None:
-    assert found(pool, row, {**JOBS, **OF_IMAGES}[column], steps).value <= 1e-10
+    assert measure_difference(pool, row, {**JOBS, **OF_IMAGES}[column], steps).value <= 1e-10
 
 
 @pytest.mark.sample(6)
 @pytest.mark.parametrize(("row", "column"), OF_BRANCHES)
 def test_branch_parallel_equals_serial(pool: Launcher, row: str, column: str, steps: int) -> None:
-    assert found(pool, row, WITH_BRANCHES[column], steps).value <= 1e-10
+    assert measure_difference(pool, row, WITH_BRANCHES[column], steps).value <= 1e-10
 
 
 # ---- unusual models --------------------------------------------------------------------------
@@ -106,7 +106,9 @@ def test_buffer_recreated_by_a_forward(pool: Launcher, row: str) -> None:
 
     If ranks held pieces of the first tensor, every step would read these pieces.
     """
-    assert found(pool, row, job("centred", centred, VECTORS), BRIEF).value <= 1e-10
+    assert (
+        measure_difference(pool, row, make_job("centred", centred, VECTORS), BRIEF).value <= 1e-10
+    )
 
 
 class Towers(nn.Module):
@@ -124,7 +126,7 @@ def test_branch_buffer_recreated_by_a_forward(pool: Launcher) -> None:
         pg.RankFailed,
         match=r"replaces the buffer towers\..*, which is in a branch; change it in place",
     ):
-        found(pool, "branch(2)", job("centred towers", Towers, VECTORS), BRIEF)
+        measure_difference(pool, "branch(2)", make_job("centred towers", Towers, VECTORS), BRIEF)
 
 
 class Counting(nn.Module):
@@ -165,7 +167,7 @@ class CountingTowers(Towers):
 def test_buffer_changed_in_place_by_a_forward(
     pool: Launcher, row: str, model: Callable[[], nn.Module]
 ) -> None:
-    assert found(pool, row, job("counting", model, VECTORS), BRIEF).value <= 1e-10
+    assert measure_difference(pool, row, make_job("counting", model, VECTORS), BRIEF).value <= 1e-10
 
 
 class Dreaming(nn.Module):
@@ -314,7 +316,7 @@ def test_draws_in_an_evaluation_equal_serial(
     assert_tests_alike(
         pool,
         tmp_path,
-        job("dreaming", model, data, test=data, metric=surprise, dtype=torch.float64),
+        make_job("dreaming", model, data, test=data, metric=surprise, dtype=torch.float64),
         rows,
     )
 
@@ -390,7 +392,7 @@ def test_late_draws_outside_of_keyed_generators_are_reported(
     with pytest.raises(pg.RankFailed, match=told):
         train_on_ranks(
             pool,
-            validate_run(job("late", functools.partial(Late, draw), VECTORS), row, Settings()),
+            validate_run(make_job("late", functools.partial(Late, draw), VECTORS), row, Settings()),
             tmp_path,
         )
 
@@ -398,7 +400,9 @@ def test_late_draws_outside_of_keyed_generators_are_reported(
 @pytest.mark.parametrize("row", ["tensor(2)", "tensor(3)"])
 def test_late_draws_equal_serial(pool: Launcher, row: str) -> None:
     assert (
-        found(pool, row, job("late", functools.partial(Late, multinomial), VECTORS), BRIEF).value
+        measure_difference(
+            pool, row, make_job("late", functools.partial(Late, multinomial), VECTORS), BRIEF
+        ).value
         <= 1e-10
     )
 
@@ -428,7 +432,7 @@ def test_model_that_cannot_be_evaluated_is_refused_at_start(text: str, told: str
     """Earlier, the model was trained for an epoch, and then a rank failed in the test."""
     with pytest.raises(pg.Refused, match=told):
         validate_run(
-            job("sloping", Sloping, VECTORS, test=VECTORS, metric=surprise), text, Settings()
+            make_job("sloping", Sloping, VECTORS, test=VECTORS, metric=surprise), text, Settings()
         )
 
 
@@ -450,7 +454,7 @@ def test_loss_that_takes_gradients_is_refused_at_start() -> None:
         match=r"the loss, in a test \(eval mode, without gradients\), raised Run.*; give",
     ):
         validate_run(
-            job("sensitive", lambda: Sensitive(10, 4), VECTORS, test=VECTORS, loss=penalised),
+            make_job("sensitive", lambda: Sensitive(10, 4), VECTORS, test=VECTORS, loss=penalised),
             "tensor(2)",
             Settings(),
         )
@@ -458,14 +462,14 @@ def test_loss_that_takes_gradients_is_refused_at_start() -> None:
 
 def test_images_of_one_row_are_refused_at_start() -> None:
     """Earlier, the message gave spatial(1) as the repair."""
-    lines = TensorDataset(numbers(30, 2, 1, 8, seed=3), IMAGES.tensors[1])
+    lines = TensorDataset(draw_numbers(30, 2, 1, 8, seed=3), IMAGES.tensors[1])
     model = functools.partial(
         nn.Sequential, nn.Conv2d(2, 4, (1, 3)), nn.Flatten(), nn.Linear(24, 4)
     )
     with pytest.raises(
         pg.Refused, match="images of 1 rows cannot be divided over 2 ranks; train it with data"
     ):
-        validate_run(job("lines", model, lines), "spatial(2)", Settings())
+        validate_run(make_job("lines", model, lines), "spatial(2)", Settings())
 
 
 def test_branches_under_autocast_are_refused_at_start() -> None:
@@ -473,7 +477,9 @@ def test_branches_under_autocast_are_refused_at_start() -> None:
         pg.Refused,
         match="under autocast the ranks without a branch do not know the types of its values",
     ):
-        validate_run(job("plain", Plain, VECTORS, dtype=torch.bfloat16), "branch(2)", Settings())
+        validate_run(
+            make_job("plain", Plain, VECTORS, dtype=torch.bfloat16), "branch(2)", Settings()
+        )
 
 
 class Remembering(nn.Module):
@@ -500,9 +506,9 @@ def test_halo_exchange_at_the_end_of_a_checkpoint(pool: Launcher, rows: int) -> 
     Earlier, one rank stopped the recomputation before it had answered its neighbour, which then
     waited for ever. The ranks of this test communicate over gloo.
     """
-    tall = TensorDataset(numbers(12, 2, 48, 4, seed=3), whole(4, 12, seed=4))
-    made = job("remembering", Remembering, tall, batch=4, epochs=1)
-    assert found(pool, f"spatial({rows})", made, 3).value <= 1e-10
+    tall = TensorDataset(draw_numbers(12, 2, 48, 4, seed=3), draw_integers(4, 12, seed=4))
+    made = make_job("remembering", Remembering, tall, batch=4, epochs=1)
+    assert measure_difference(pool, f"spatial({rows})", made, 3).value <= 1e-10
 
 
 class Viewed(Plain):
@@ -516,7 +522,10 @@ class Viewed(Plain):
 
 
 def test_gathered_value_changed_through_a_view(pool: Launcher) -> None:
-    assert found(pool, "branch(2)", job("viewed", Viewed, VECTORS), BRIEF).value <= 1e-10
+    assert (
+        measure_difference(pool, "branch(2)", make_job("viewed", Viewed, VECTORS), BRIEF).value
+        <= 1e-10
+    )
 
 
 class Meshed(nn.Module):
@@ -534,7 +543,12 @@ class Meshed(nn.Module):
 
 
 def test_function_that_dispatches_twice(pool: Launcher) -> None:
-    assert found(pool, "tensor(2)", job("meshed", Meshed, VECTORS, batch=29), BRIEF).value <= 1e-10
+    assert (
+        measure_difference(
+            pool, "tensor(2)", make_job("meshed", Meshed, VECTORS, batch=29), BRIEF
+        ).value
+        <= 1e-10
+    )
 
 
 class NormedTwice(Plain):
@@ -553,7 +567,10 @@ class NormedTwice(Plain):
 @pytest.mark.parametrize("row", ["branch(2)", "data(2) * branch(2)"])
 def test_statistics_shared_by_branches(pool: Launcher, row: str) -> None:
     """Earlier, only the rank whose branch called the norm changed the statistics."""
-    assert found(pool, row, job("normed twice", NormedTwice, VECTORS), BRIEF).value <= 1e-10
+    assert (
+        measure_difference(pool, row, make_job("normed twice", NormedTwice, VECTORS), BRIEF).value
+        <= 1e-10
+    )
 
 
 class Kept(Plain):
@@ -591,7 +608,7 @@ def test_parameters_outside_of_modules_are_refused_at_start(row: str) -> None:
         pg.Refused,
         match=r"the attribute limited of the model keeps the parameter towers\.0\.0\.weight, and",
     ):
-        validate_run(job("kept", Kept, VECTORS), row, Settings())
+        validate_run(make_job("kept", Kept, VECTORS), row, Settings())
 
 
 def test_dead_weak_proxy_keeps_no_parameter() -> None:
@@ -608,7 +625,7 @@ def test_dead_weak_proxy_keeps_no_parameter() -> None:
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
 def test_module_that_torch_cannot_copy_is_refused_at_start() -> None:
     """Earlier, a rank reported that the module cannot be copied, and gave no repair."""
-    made = job(
+    made = make_job(
         "old norm",
         lambda: nn.Sequential(nn.utils.weight_norm(nn.Linear(10, 8)), nn.Tanh(), nn.Linear(8, 4)),
         VECTORS,
@@ -624,7 +641,7 @@ def test_unsupported_control_flow_is_reported_with_its_cause(
     pool: Launcher, tmp_path: Path
 ) -> None:
     """Earlier, the message said to cut the model elsewhere, but tensor cuts no model."""
-    made = job(
+    made = make_job(
         "by state",
         lambda: ByState(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 1)),
         VECTORS,
@@ -680,8 +697,8 @@ def test_functional_call_uses_the_given_parameters(
 
     Earlier, modules found their own shards first.
     """
-    made = job("averaged", Averaged, VECTORS, test=VECTORS, dtype=torch.float64)
-    assert found(pool, row, made, BRIEF).value <= 1e-10
+    made = make_job("averaged", Averaged, VECTORS, test=VECTORS, dtype=torch.float64)
+    assert measure_difference(pool, row, made, BRIEF).value <= 1e-10
     assert_tests_alike(pool, tmp_path, made, [row])
 
 
@@ -730,7 +747,9 @@ def test_gathered_view_is_not_changed_in_place(
         pg.RankFailed, match=f"{told} changes in place a view of a value that is divided over ranks"
     ):
         train_on_ranks(
-            pool, validate_run(job("masking", model, data, test=data), row, Settings()), tmp_path
+            pool,
+            validate_run(make_job("masking", model, data, test=data), row, Settings()),
+            tmp_path,
         )
 
 
@@ -750,7 +769,10 @@ class Hooked(nn.Module):
 
 def test_hook_on_a_gathered_view(pool: Launcher) -> None:
     """Earlier, the hook was registered on another tensor, which no operation used."""
-    assert found(pool, "spatial(2)", job("hooked", Hooked, IMAGES), BRIEF).value <= 1e-10
+    assert (
+        measure_difference(pool, "spatial(2)", make_job("hooked", Hooked, IMAGES), BRIEF).value
+        <= 1e-10
+    )
 
 
 class OfAnySize(Dataset[tuple[Tensor, int]]):
@@ -766,7 +788,7 @@ class OfAnySize(Dataset[tuple[Tensor, int]]):
 @pytest.mark.parametrize("row", ["tensor(2)", "spatial(2)"])
 def test_samples_that_cannot_share_a_batch(pool: Launcher, row: str) -> None:
     """Earlier, the check before the start put two samples into one batch. The job never does."""
-    made = job(
+    made = make_job(
         "of any size",
         lambda: nn.Sequential(
             nn.Conv2d(2, 4, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 4)
@@ -775,7 +797,7 @@ def test_samples_that_cannot_share_a_batch(pool: Launcher, row: str) -> None:
         batch=1,
     )
     validate_run(made, row, Settings())
-    assert found(pool, row, made, BRIEF).value <= 1e-10
+    assert measure_difference(pool, row, made, BRIEF).value <= 1e-10
 
 
 LOOKED_UP = """
@@ -859,8 +881,11 @@ def test_branch_that_begins_with_a_norm(
     the statistics to a copy of its own.
     """
     assert (
-        found(
-            pool, row, job("pre-activation", functools.partial(PreActivation, norm), IMAGES), BRIEF
+        measure_difference(
+            pool,
+            row,
+            make_job("pre-activation", functools.partial(PreActivation, norm), IMAGES),
+            BRIEF,
         ).value
         <= 1e-10
     )
@@ -888,7 +913,7 @@ def test_branch_statistics_with_a_trunk_weight_are_refused() -> None:
         pg.Refused,
         match="batch_norm changes a value of a branch that one rank has by values of other ranks",
     ):
-        validate_run(job("shared", Shared, IMAGES), "branch(2)", Settings())
+        validate_run(make_job("shared", Shared, IMAGES), "branch(2)", Settings())
 
 
 def spectral(of: Callable[[nn.Module], nn.Module]) -> nn.Module:
@@ -907,8 +932,8 @@ def test_branch_with_a_spectral_norm(pool: Launcher, of: Callable[[nn.Module], n
     was another tensor.
     """
     assert (
-        found(
-            pool, "branch(2)", job("spectral", functools.partial(spectral, of), VECTORS), BRIEF
+        measure_difference(
+            pool, "branch(2)", make_job("spectral", functools.partial(spectral, of), VECTORS), BRIEF
         ).value
         <= 1e-10
     )
@@ -940,7 +965,12 @@ def of_heads(output: Heads, target: Tensor) -> Tensor:
 @pytest.mark.parametrize("row", ["branch(2)", "tensor(2)"])
 def test_output_heads_in_a_dataclass(pool: Launcher, row: str) -> None:
     """Earlier, the message said that the model has no branches."""
-    assert found(pool, row, job("heads", TwoHeads, VECTORS, loss=of_heads), BRIEF).value <= 1e-10
+    assert (
+        measure_difference(
+            pool, row, make_job("heads", TwoHeads, VECTORS, loss=of_heads), BRIEF
+        ).value
+        <= 1e-10
+    )
 
 
 class ByNorms(torch.optim.SGD):
@@ -1003,9 +1033,9 @@ def test_whole_tensor_optimizer_gets_whole_tensors(pool: Launcher, row: str) -> 
     refused, with the message that the parameters are cut.
     """
     model = functools.partial(PreActivation, nn.BatchNorm2d)
-    made = job("of whole tensors", model, IMAGES, optimizer=OF_WHOLE["Adafactor"])
+    made = make_job("of whole tensors", model, IMAGES, optimizer=OF_WHOLE["Adafactor"])
     validate_run(made, row, Settings())
-    assert found(pool, row, made, BRIEF).value <= 1e-10
+    assert measure_difference(pool, row, made, BRIEF).value <= 1e-10
 
 
 @pytest.mark.parametrize(
@@ -1042,7 +1072,9 @@ def test_optimizer_of_tensors_no_rank_holds_is_refused(row: str, optimizer: str,
     model = functools.partial(PreActivation, nn.BatchNorm2d)
     with pytest.raises(pg.Refused, match=told):
         validate_run(
-            job("of whole tensors", model, IMAGES, optimizer=OF_WHOLE[optimizer]), row, Settings()
+            make_job("of whole tensors", model, IMAGES, optimizer=OF_WHOLE[optimizer]),
+            row,
+            Settings(),
         )
 
 
@@ -1098,4 +1130,6 @@ class WithInnerGradient(nn.Module):
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("row", ["tensor(2)", "data(2) * tensor(2)"])
 def test_gradient_of_none_inside_of_an_autograd_function(pool: Launcher, row: str) -> None:
-    assert found(pool, row, job("inner", WithInnerGradient, VECTORS)).value <= 1e-10
+    assert (
+        measure_difference(pool, row, make_job("inner", WithInnerGradient, VECTORS)).value <= 1e-10
+    )

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from equality_table import VECTORS, mlp
-from equality_table import job as make_job
+from equality_table import VECTORS, make_job, make_mlp
 from failing_models import Breaks
 
 import paragrad as pg
@@ -38,7 +37,7 @@ from paragrad.validation.validate import validate_run
 pytestmark = [pytest.mark.processes, pytest.mark.story]
 
 # 29 samples: 4 steps an epoch, the last of 5
-JOB = make_job("mlp", mlp, VECTORS, batch=8, epochs=5)
+JOB = make_job("mlp", make_mlp, VECTORS, batch=8, epochs=5)
 PIPELINES = [
     "pipeline(2, micro=4)",
     "pipeline(3, micro=2, schedule=gpipe)",
@@ -277,7 +276,7 @@ def test_clock_predicts_steps_after_the_fitted_ones(
     It uses the measured times of each kind of task.
     """
     job = (
-        make_job("mlp", mlp, VECTORS, batch=8, epochs=5)
+        make_job("mlp", make_mlp, VECTORS, batch=8, epochs=5)
         if "interleaved" not in text
         else make_job("deep", deep, VECTORS, batch=8, epochs=5)
     )

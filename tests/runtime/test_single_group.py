@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from equality_table import VECTORS, job, mlp
+from equality_table import VECTORS, make_job, make_mlp
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Subset, default_collate
@@ -74,7 +74,7 @@ def shared_metric(output: Tensor, target: Tensor) -> tuple[float, int]:
 class SharesInForward(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.inner = mlp()
+        self.inner = make_mlp()
 
     def forward(self, x: Tensor) -> Tensor:
         ratio = share(torch.tensor(float(count_of_ranks()))) / count_of_ranks() ** 2
@@ -103,7 +103,7 @@ def test_collectives_of_user_code_equal_serial(place: str, backend: str, tmp_pat
         "collate": {"collate": shared_collate},
     }
     even = Subset(VECTORS, range(20))  # all shares are equal
-    made = job("shares", mlp, even, test=VECTORS, metric=pg.accuracy, epochs=1, batch=10)
+    made = make_job("shares", make_mlp, even, test=VECTORS, metric=pg.accuracy, epochs=1, batch=10)
     made = made.replace(**changes[place])
     serial = pg.train(made, "serial", runs=tmp_path)
     run = pg.train(made, "data(2)", runs=tmp_path, backend=backend, timeout=20)
@@ -121,6 +121,6 @@ def loss_of_one_rank(output: Tensor, target: Tensor) -> Tensor:
 @pytest.mark.parametrize("strategy", ["data(2)", "data(2, reduce=native)", "data(2, reduce=ring)"])
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_collective_of_one_rank_ends_by_name(strategy: str, backend: str, tmp_path: Path) -> None:
-    made = job("alone", mlp, VECTORS, loss=loss_of_one_rank, epochs=1, batch=10)
+    made = make_job("alone", make_mlp, VECTORS, loss=loss_of_one_rank, epochs=1, batch=10)
     with pytest.raises(pg.RankFailed, match=r"gave up waiting for rank|Timed out waiting"):
         pg.train(made, strategy, runs=tmp_path, backend=backend, timeout=5)

@@ -21,14 +21,14 @@ from equality_table import (
     VECTORS,
     WIDE,
     WITH_BRANCHES,
-    covering,
-    covering_rows,
-    found,
-    mlp,
-    parts_cells,
-    resolved,
+    list_parts_cells,
+    make_job,
+    make_mlp,
+    measure_difference,
+    resolve_text,
+    select_covering_cells,
+    select_covering_rows,
 )
-from equality_table import job as make_job
 from torch import Tensor, nn
 
 from paragrad.datasets.loading import convert_batch, separate_target
@@ -59,10 +59,10 @@ BOUND = 1e-10  # for float64
 
 
 def checked(pool: Launcher, text: str, job: Job, steps: int = BRIEF) -> Difference:
-    return found(pool, text, job, steps)
+    return measure_difference(pool, text, job, steps)
 
 
-@pytest.mark.parametrize(("row", "column", "workers"), covering(), ids=str)
+@pytest.mark.parametrize(("row", "column", "workers"), select_covering_cells(), ids=str)
 def test_covering_sample_equals_serial_in_float64(
     pool: Launcher, row: str, column: str, workers: int
 ) -> None:
@@ -102,7 +102,7 @@ def test_serial_equals_plain_pytorch(row: str, column: str) -> None:
     For each whole batch, the loop makes the mean loss, backward, clipping and the optimizer step.
     """
     job = JOBS[column].replace(dtype=torch.float64)
-    trainer = Trainer.build_for_job(World(), job, resolved(SERIAL[row]))
+    trainer = Trainer.build_for_job(World(), job, resolve_text(SERIAL[row]))
     order = job.make_order(job.train)
     model = job.build_model()
     optimizer = job.optimizer(model.parameters())
@@ -174,7 +174,7 @@ IN_FLOAT32 = [
 WIDTH = [*WIDE, *OF_PIECES, *OF_BRANCHES]
 IN_FLOAT32 += [
     (row, column)
-    for row, column in [*parts_cells(), *(cell for cell in WIDTH if "adam" not in cell[1])]
+    for row, column in [*list_parts_cells(), *(cell for cell in WIDTH if "adam" not in cell[1])]
     if not ("batch norm" in column and "micro" in row)
 ]
 EVERY_JOB = {**JOBS, **OF_IMAGES, **WITH_BRANCHES}
@@ -187,7 +187,7 @@ def covered(place: int, cell: tuple[str, str]) -> bool:
     include every 24th cell of tensor, spatial and branch parallelism.
     """
     if cell[0] in IN_PARTS:
-        return cell in covering_rows() and not cell[0].startswith("data(2) * pipeline(4")
+        return cell in select_covering_rows() and not cell[0].startswith("data(2) * pipeline(4")
     return (place + place // len(JOBS)) % (24 if cell in WIDTH else 8) == 0
 
 
@@ -207,7 +207,7 @@ def test_float32_error_is_at_most_4_times_that_of_serial(
     The error is at most 4 times that of serial, or of the rounding baseline.
     """
     job = EVERY_JOB[column]
-    chosen = resolved(text)
+    chosen = resolve_text(text)
     like = Serial(threads=1)
     exact = one_step(World(), job.replace(dtype=torch.float64), like)
     serial = one_step(World(), job, like)
@@ -269,7 +269,7 @@ WHOLE = make_job(
 @pytest.mark.parametrize("row", ROWS)
 def test_integer_valued_training_is_bit_equal(pool: Launcher, row: str, workers: int) -> None:
     expected = one_step(World(), WHOLE, Serial(threads=1))
-    chosen = resolved(ROWS[row](workers))
+    chosen = resolve_text(ROWS[row](workers))
     for result in pool.run(one_step, WHOLE, chosen, size=chosen.size)[:workers]:
         assert all(torch.equal(result[name], expected[name]) for name in expected)
 
@@ -291,7 +291,7 @@ def test_two_workers_are_bit_equal_for_every_algorithm(pool: Launcher) -> None:
 
     So all algorithms give equal bits in float32, over several epochs.
     """
-    job = make_job("mlp", mlp, VECTORS)
+    job = make_job("mlp", make_mlp, VECTORS)
     results = [
         result
         for row in (
@@ -307,7 +307,7 @@ def test_two_workers_are_bit_equal_for_every_algorithm(pool: Launcher) -> None:
             "double_tree",
             "two_level",
         )
-        for result in pool.run(many_steps, job, resolved(ROWS[row](2)), size=2)
+        for result in pool.run(many_steps, job, resolve_text(ROWS[row](2)), size=2)
     ]
     for result in results:
         assert all(torch.equal(result[name], results[0][name]) for name in result)
@@ -330,14 +330,16 @@ REPRODUCIBLE = (
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_reproducible_sums_are_bit_equal_for_every_algorithm(pool: Launcher, backend: str) -> None:
     """Train 100 steps in float32 on four ranks; without `reproducible`, ring and star differ."""
-    job = make_job("mlp", mlp, VECTORS)
+    job = make_job("mlp", make_mlp, VECTORS)
 
     def trained(option: str, *names: str) -> list[dict[str, Tensor]]:
         texts = [f"data(4, reduce={name}{', ' if '(' in name else '('}{option}))" for name in names]
         return [
             result
             for text in texts
-            for result in pool.run(many_steps, job, resolved(text), 100, size=4, backend=backend)
+            for result in pool.run(
+                many_steps, job, resolve_text(text), 100, size=4, backend=backend
+            )
         ]
 
     first, *others = trained("reproducible=true", *REPRODUCIBLE)
@@ -383,7 +385,7 @@ def test_planted_bug_is_detected_and_named(pool: Launcher, bug: str) -> None:
     The comparison with serial then says what is wrong, and in which step and tensor.
     """
     settings = Settings(inject_fault=bug)
-    arguments = compare_with_serial, JOBS["mlp"], resolved("data(2, reduce=ring)"), settings
+    arguments = compare_with_serial, JOBS["mlp"], resolve_text("data(2, reduce=ring)"), settings
     if bug == "mean_twice":
         found = pool.run(*arguments, size=2)[0]
         assert found.value >= 0.5

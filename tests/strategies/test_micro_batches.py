@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from equality_table import VECTORS, resolved
-from equality_table import job as make_job
+from equality_table import VECTORS, make_job, resolve_text
 from torch import Tensor, nn
 
 from paragrad.commands.train import train
@@ -37,7 +36,7 @@ NORMED = make_job(
 
 def train_two_epochs(world: World, job: Job, text: str) -> tuple[list[float], dict[str, Tensor]]:
     """Train all epochs, and return the loss of every step and the final state."""
-    trainer = Trainer.build_for_job(world, job, resolved(text))
+    trainer = Trainer.build_for_job(world, job, resolve_text(text))
     losses = []
     try:
         for epoch in range(job.epochs):
@@ -69,13 +68,13 @@ def test_batch_norm_of_micro_batches_equals_serial(pool: Launcher, text: str, mi
     serial(micro=3), and it depended on the number of workers.
     """
     losses, state = train_two_epochs(World(), NORMED, f"serial(micro={micro})")
-    found = pool.run(train_two_epochs, NORMED, text, size=resolved(text).size)[0]
+    found = pool.run(train_two_epochs, NORMED, text, size=resolve_text(text).size)[0]
     assert found[0] == pytest.approx(losses, rel=1e-10)
     for name, expected in state.items():
         assert torch.allclose(found[1][name].double(), expected.double(), rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.usefixtures("warm")
+@pytest.mark.usefixtures("warm_ranks")
 def test_order_of_a_step_has_a_range_for_each_micro_batch(tmp_path: Path) -> None:
     """The record has one range of positions for each micro-batch of a rank.
 

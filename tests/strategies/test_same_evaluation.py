@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from equality_table import Forking, job, momentum, numbers, resolved, whole
+from equality_table import (
+    Forking,
+    draw_integers,
+    draw_numbers,
+    make_job,
+    make_momentum_sgd,
+    resolve_text,
+)
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pack_sequence, pad_sequence
@@ -43,7 +50,7 @@ class Lines(Dataset):
         return self.count
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        line = 1 + whole(LETTERS - 1, 4 + index % (LENGTH - 3), seed=self.seed + index)
+        line = 1 + draw_integers(LETTERS - 1, 4 + index % (LENGTH - 3), seed=self.seed + index)
         return line, index
 
 
@@ -103,7 +110,7 @@ def count_hits(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor
     return 100.0 * ((output.argmax(-1) == batch["labels"]) & counted).sum(), counted.sum()
 
 
-MASKED = job(
+MASKED = make_job(
     "masked language model",
     MaskedModel,
     Lines(30, seed=100),
@@ -111,7 +118,7 @@ MASKED = job(
     metric=count_hits,
     test=Lines(29, seed=900),
     collate=mask_letters,
-    optimizer=momentum,
+    optimizer=make_momentum_sgd,
     dtype=torch.float64,
 )
 
@@ -120,8 +127,8 @@ class Pictures(Dataset):
     """A dataset of images, each with its class and its number."""
 
     def __init__(self, count: int, seed: int) -> None:
-        self.images = numbers(count, 2, 8, 8, seed=seed)
-        self.classes = whole(4, count, seed=seed + 1)
+        self.images = draw_numbers(count, 2, 8, 8, seed=seed)
+        self.classes = draw_integers(4, count, seed=seed + 1)
 
     def __len__(self) -> int:
         return len(self.images)
@@ -145,7 +152,7 @@ def count_right(output: Tensor, target: dict[str, Tensor]) -> tuple[Tensor, int]
     return 100.0 * (output.argmax(-1) == target["labels"]).sum(), len(output)
 
 
-NOISY = job(
+NOISY = make_job(
     "images with noise",
     Forking,
     Pictures(30, seed=20),
@@ -161,7 +168,7 @@ class Alike(Lines):
     """A dataset of lines of one length, which torch can collate."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]
-        line = 1 + whole(LETTERS - 1, LENGTH, seed=self.seed + index)
+        line = 1 + draw_integers(LETTERS - 1, LENGTH, seed=self.seed + index)
         return {"tokens": line, "labels": line.roll(1), "numbers": index}
 
 
@@ -191,7 +198,7 @@ def evaluate_after_a_step(world: World, made: Job, text: str) -> Evaluation | No
     """Make one step, then evaluate loss, metric and outputs; return None on a server."""
     collate = made.collate and WholeBatch(made.collate)
     trainer = Trainer.build_for_job(
-        world, dataclasses.replace(made, collate=collate), resolved(text)
+        world, dataclasses.replace(made, collate=collate), resolve_text(text)
     )
     try:
         if trainer.is_server:
@@ -224,7 +231,7 @@ def compare_with_serial(pool: Launcher, made: Job, text: str) -> list[Evaluation
     assert len(serial.outputs) == len(made.test)
     found = [
         each
-        for each in pool.run(evaluate_after_a_step, made, text, size=resolved(text).size)
+        for each in pool.run(evaluate_after_a_step, made, text, size=resolve_text(text).size)
         if each is not None
     ]
     seen: set[int] = set()
@@ -306,11 +313,11 @@ def test_noise_of_test_images_is_the_same(pool: Launcher, text: str) -> None:
 def test_samples_collated_by_torch_are_the_same(pool: Launcher, text: str) -> None:
     """If torch collates the samples, they are divided among the ranks, and none is loaded twice."""
     found = compare_with_serial(pool, PLAIN, text)
-    replicas = len(resolved(text).division.shares)
+    replicas = len(resolve_text(text).division.shares)
     assert max(each.most for each in found) == -(-29 // replicas)
 
 
-@pytest.mark.usefixtures("warm")
+@pytest.mark.usefixtures("warm_ranks")
 def test_accuracy_of_a_run_does_not_depend_on_workers(tmp_path: Path) -> None:
     """Earlier, the accuracy depended on the number of workers.
 
@@ -394,7 +401,7 @@ COUNTED = MASKED.replace(
 
 def evaluate_only(world: World, made: Job, text: str, batch: int) -> tuple[float, float]:
     """Evaluate loss and metric without a step."""
-    trainer = Trainer.build_for_job(world, made, resolved(text))
+    trainer = Trainer.build_for_job(world, made, resolve_text(text))
     trainer.training.state.use_batch_size(batch)
     try:
         return trainer.evaluate(made.test), trainer.evaluate(made.test, made.metric)

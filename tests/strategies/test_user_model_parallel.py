@@ -19,10 +19,9 @@ from typing import Any
 
 import pytest
 import torch
-from equality_table import IMAGES, VECTORS, normed_cnn
-from equality_table import job as make_job
+from equality_table import IMAGES, VECTORS, make_batch_norm_cnn, make_job
 from torch import nn
-from user_model_parallel import ColumnLinear, Columns, Gathered, Stages, held_whole
+from user_model_parallel import ColumnLinear, Columns, Gathered, Stages, make_replicated_specs
 from user_parameter_server import Central, Served
 
 import paragrad as pg
@@ -32,7 +31,7 @@ from paragrad.record.record import Record
 from paragrad.runtime.world import DEFAULT_TIMEOUT, World
 from paragrad.trainer.trainer import Trainer
 
-pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm"), pytest.mark.story]
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_ranks"), pytest.mark.story]
 
 
 def deep() -> nn.Module:
@@ -90,7 +89,7 @@ def test_user_model_parallel_equals_serial(chosen: pg.Strategy, tmp_path: Path) 
     "chosen", [pytest.param(Stages(2), marks=pytest.mark.table), pg.Data(2) * Stages(2)], ids=str
 )
 def test_buffers_and_batch_norm_of_stages(chosen: pg.Strategy, tmp_path: Path) -> None:
-    normed = make_job("normed", normed_cnn, IMAGES, test=IMAGES)
+    normed = make_job("normed", make_batch_norm_cnn, IMAGES, test=IMAGES)
     assert pg.verify(normed, chosen, runs=tmp_path).same
     run, serial = (pg.train(normed, strategy, runs=tmp_path) for strategy in (chosen, "serial"))
     for name, tensor in serial.model().state_dict().items():
@@ -267,7 +266,7 @@ class Twice(Columns):
             model,
             {
                 name: replace(each, is_primary=True)
-                for name, each in held_whole(model, axis).items()
+                for name, each in make_replicated_specs(model, axis).items()
             },
         )
 
@@ -520,7 +519,7 @@ class Parted(Columns):
     """
 
     def shard_model(self, model: nn.Module, example: Any, axis: World) -> pg.ModelShard:
-        held = held_whole(model, axis)
+        held = make_replicated_specs(model, axis)
         table = model.get_parameter("0.table")
         rows = slice(2 * axis.rank, 2 * axis.rank + 2)
         model.get_submodule("0").table = nn.Parameter(table.detach()[rows].clone())

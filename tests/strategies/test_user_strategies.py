@@ -29,7 +29,7 @@ from paragrad.strategies.shares import Division
 from paragrad.strategies.strategy import ScheduleUse
 from paragrad.trainer.trainer import Trainer
 
-pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm")]
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_ranks")]
 
 ROOT = Path(__file__).parents[2]
 OWN = ROOT / "examples" / "own_all_reduce.py"

@@ -17,7 +17,7 @@ import paragrad as pg
 from paragrad.launch import Launcher
 from paragrad.runtime.world import World
 
-pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm")]
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_ranks")]
 
 PACKAGE = Path(pg.__file__).parent
 TRACED_STEP = 5  # this step is not compared with one worker's

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from equality_table import JOBS, VECTORS, job, mlp
+from equality_table import JOBS, VECTORS, make_job, make_mlp
 from torch import Tensor, nn
 
 import paragrad as pg
@@ -29,8 +29,8 @@ def decay(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
 
 
-def make_job(**changes: Any) -> pg.Job:
-    made = job("vectors", mlp, VECTORS).replace(
+def make_float16_job(**changes: Any) -> pg.Job:
+    made = make_job("vectors", make_mlp, VECTORS).replace(
         dtype=torch.float16,
         batch=8,
         epochs=3,
@@ -85,7 +85,7 @@ def list_skipped(run: Record) -> list[tuple[float, float]]:
 @pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
 def test_serial_is_a_plain_loop_with_a_grad_scaler(tmp_path: Path) -> None:
     """Both are equal bit for bit, with skipped steps, clipping, a scheduler, and after a resume."""
-    made = make_job()
+    made = make_float16_job()
     losses, model, scales = train_plainly(made)
     run = pg.train(made, "serial", runs=tmp_path)
     assert run.losses == losses
@@ -128,7 +128,7 @@ def test_all_ranks_skip_the_same_steps(strategy: str, reference: str, tmp_path: 
     Its gradient is 102,480 there. One sum over the whole batch or over a half exceeds 65,504, and
     none over a quarter does. So the reference of a strategy has parts of the same size.
     """
-    made = make_job()
+    made = make_float16_job()
     serial = pg.train(made, reference, runs=tmp_path)
     run = pg.train(made, strategy, runs=tmp_path)
     assert list_skipped(run) == list_skipped(serial)
@@ -147,7 +147,7 @@ def test_comparison_names_the_step_that_overflows_in_whole_batches_only(tmp_path
     losses differed by a learning rate, and no line said why.
     """
     ones = torch.utils.data.TensorDataset(torch.ones(16, 1), torch.zeros(16))
-    made = make_job(
+    made = make_float16_job(
         model=lambda: nn.Linear(1, 1),
         train=ones,
         test=None,
@@ -190,7 +190,7 @@ def test_loss_in_float16_trains_on(strategy: str, tmp_path: Path) -> None:
 
     The largest number of float16 is 65,504.
     """
-    made = make_job(loss=float16_loss, clip_norm=None, scheduler=None, scheduler_every=None)
+    made = make_float16_job(loss=float16_loss, clip_norm=None, scheduler=None, scheduler_every=None)
     losses, _, scales = train_plainly(made)
     run = pg.train(made, strategy, runs=tmp_path)
     assert scales[:2] == [2.0**16, 2.0**15]
@@ -213,7 +213,9 @@ def test_rank_without_gradients_has_no_overflow(
     strategy: str, reference: str, tmp_path: Path
 ) -> None:
     """torch cannot compute the norm of an empty list of tensors."""
-    made = make_job(model=lambda: nn.Sequential(nn.Linear(10, 4), nn.Tanh()), clip_norm=None)
+    made = make_float16_job(
+        model=lambda: nn.Sequential(nn.Linear(10, 4), nn.Tanh()), clip_norm=None
+    )
     serial = pg.train(made, reference, runs=tmp_path)
     run = pg.train(made, strategy, runs=tmp_path)
     assert list_skipped(run) == list_skipped(serial)
@@ -235,7 +237,7 @@ def test_scale_grows_after_good_steps() -> None:
 
 
 def test_own_loop_has_a_loss_scale() -> None:
-    made = make_job(scheduler=None, scheduler_every=None, clip_norm=None)
+    made = make_float16_job(scheduler=None, scheduler_every=None, clip_norm=None)
     losses, plain, _ = train_plainly(made)
     model = made.build_model()
     optimizer = made.optimizer(model.parameters())
@@ -255,7 +257,9 @@ def test_gradient_that_is_never_finite_is_named(tmp_path: Path) -> None:
     def loss(output: Tensor, target: Tensor) -> Tensor:
         return nn.functional.cross_entropy(output, target) + (0 * output.float().sum()).sqrt()
 
-    made = make_job(loss=loss, scheduler=None, scheduler_every=None, clip_norm=None, epochs=20)
+    made = make_float16_job(
+        loss=loss, scheduler=None, scheduler_every=None, clip_norm=None, epochs=20
+    )
     with pytest.raises(pg.RankFailed, match="not finite at the least loss scale either"):
         pg.train(made, "data(2)", runs=tmp_path, skip_first_step_check=True)
 
@@ -271,4 +275,4 @@ def test_gradient_that_is_never_finite_is_named(tmp_path: Path) -> None:
 )
 def test_strategies_without_one_scale_are_refused(strategy: str, reason: str) -> None:
     with pytest.raises(pg.Refused, match=f"one loss scale for all ranks, and {reason}"):
-        validate_run(make_job(), strategy)
+        validate_run(make_float16_job(), strategy)

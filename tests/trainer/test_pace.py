@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from equality_table import IMAGES, VECTORS, job, mlp, normed_cnn
+from equality_table import IMAGES, VECTORS, make_batch_norm_cnn, make_job, make_mlp
 
 import paragrad as pg
 from paragrad.record.record import Record
@@ -23,11 +23,13 @@ from paragrad.trainer.settings import Settings
 from paragrad.trainer.trainer import Trainer
 from paragrad.validation.validate import validate_run
 
-pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm")]
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_ranks")]
 
 
 def vectors(**changes: Any) -> pg.Job:
-    return job("vectors", mlp, VECTORS).replace(**{"epochs": 3, "dtype": torch.float64, **changes})
+    return make_job("vectors", make_mlp, VECTORS).replace(
+        **{"epochs": 3, "dtype": torch.float64, **changes}
+    )
 
 
 # ---- slowed on purpose -----------------------------------------------------------------------
@@ -217,7 +219,7 @@ def test_batch_norm_does_not_hide_the_slow_rank(tmp_path: Path) -> None:
 
     The reason was that a forward waits for the batch norm statistics of the other ranks.
     """
-    made = job("normed", normed_cnn, IMAGES, dtype=torch.float64, epochs=2)
+    made = make_job("normed", make_batch_norm_cnn, IMAGES, dtype=torch.float64, epochs=2)
     run = pg.train(made, "data(2, shares=auto)", runs=tmp_path, slow="1=5x", pace=0.05)
     serial = pg.train(made, "serial", runs=tmp_path)
     assert run.losses == pytest.approx(serial.losses, rel=1e-8)
@@ -234,7 +236,7 @@ def test_pace_is_not_measured_if_forwards_wait_for_each_other(text: str) -> None
 
 @pytest.mark.parametrize("more", ["micro=2", "batch_norm=share"])
 def test_adaptive_shares_are_refused_if_batch_norm_may_see_one(more: str) -> None:
-    made = job("normed", normed_cnn, IMAGES)
+    made = make_job("normed", make_batch_norm_cnn, IMAGES)
     with pytest.raises(pg.Refused, match=f"leave out {more.partition('=')[0]}"):
         pg.train(made, f"data(2, shares=auto, {more})")
 

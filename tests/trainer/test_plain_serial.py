@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from equality_table import IMAGES, JOBS, VECTORS
-from equality_table import job as make_job
+from equality_table import IMAGES, JOBS, VECTORS, make_job
 from torch import Tensor, nn
 
 import paragrad as pg
@@ -27,7 +26,7 @@ from paragrad.runtime.world import World
 from paragrad.strategies.serial import Serial
 from paragrad.trainer.trainer import Trainer
 
-pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm")]
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_ranks")]
 
 STEPS = 20
 DTYPES = (torch.float32, torch.float64)

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from equality_table import JOBS, VECTORS, resolved, whole
-from equality_table import job as make_job
+from equality_table import JOBS, VECTORS, draw_integers, make_job, resolve_text
 from failing_models import Breaks
 from first_step_assertions import LSTM_IN_BFLOAT16, NO_LSTM
 from safetensors.torch import load_file
@@ -37,7 +36,7 @@ from paragrad.trainer.settings import Settings
 from paragrad.trainer.trainer import Trainer
 from paragrad.validation.validate import validate_run
 
-pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm")]
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_ranks")]
 
 DIGITS = pg.job("digits").replace(epochs=2)
 
@@ -408,7 +407,7 @@ def test_ignored_targets_have_no_weight_on_any_rank(pool: Launcher, tmp_path: Pa
 
     So a mean of the ranks' means would be another training.
     """
-    targets = whole(4, 29, seed=9)
+    targets = draw_integers(4, 29, seed=9)
     targets[::3] = -100
     losses = {}
     for text in ("serial", "data(4, reduce=ring)"):
@@ -537,7 +536,7 @@ def test_complete_training_in_bfloat16(pool: Launcher, tmp_path: Path) -> None:
 
 
 def one_step(world: World, job: pg.Job, text: str) -> dict[str, Tensor]:
-    trainer = Trainer.build_for_job(world, job, resolved(text))
+    trainer = Trainer.build_for_job(world, job, resolve_text(text))
     trainer.step(*separate_target(next(trainer.batches(job.train, job.batch, epoch=0))))
     trainer.close()
     return {name: value.clone() for name, value in trainer.state().items()}

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from equality_table import VECTORS, job, numbers
+from equality_table import VECTORS, draw_numbers, make_job
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset, IterableDataset
@@ -20,7 +20,7 @@ import paragrad as pg
 from paragrad.launch import Launcher
 from paragrad.runtime.world import World
 
-pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm"), pytest.mark.story]
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_ranks"), pytest.mark.story]
 
 CUT = ("data(2)", "data(2, reduce=ring)", "data(2, state=shared_memory)", "data(2, micro=2)")
 WHOLE = CUT[:3]
@@ -69,13 +69,13 @@ def test_complex_first_parameter(strategy: str, tmp_path: Path) -> None:
     outputs but got torch.complex64". Also, shared memory required a fused update, which does not
     support complex numbers.
     """
-    same(tmp_path, job("complex", Waves, VECTORS), strategy)
+    same(tmp_path, make_job("complex", Waves, VECTORS), strategy)
 
 
 def test_complex_parameters_clipped_with_adam(tmp_path: Path) -> None:
     same(
         tmp_path,
-        job(
+        make_job(
             "complex, clipped",
             Waves,
             VECTORS,
@@ -104,7 +104,7 @@ def test_complex_inputs_take_the_precision_of_the_job(tmp_path: Path) -> None:
     def model() -> nn.Module:
         return nn.Sequential(nn.Linear(10, 4, dtype=torch.complex64), Modulus())
 
-    same(tmp_path, job("complex inputs", model, ComplexInputs()), *CUT)
+    same(tmp_path, make_job("complex inputs", model, ComplexInputs()), *CUT)
 
 
 class Modulus(nn.Module):
@@ -189,7 +189,7 @@ def test_sparse_inputs(tmp_path: Path) -> None:
     Earlier, the tensors that a forward keeps for its backward were measured by their storage:
     "Cannot access data pointer of Tensor that doesn't have storage".
     """
-    checked = job("sparse inputs", OfSparse, VECTORS, collate=sparse)
+    checked = make_job("sparse inputs", OfSparse, VECTORS, collate=sparse)
     same(tmp_path, checked, *WHOLE)
     with pytest.raises(
         pg.Refused,
@@ -227,7 +227,7 @@ def test_autograd_inside_of_the_forward(metric: Any, tmp_path: Path) -> None:
     Earlier, validation and evaluation ran under no_grad: "element 0 of tensors does not require
     grad and does not have a grad_fn".
     """
-    checked = job("forces", Forces, VECTORS, loss=force_error, test=VECTORS, metric=metric)
+    checked = make_job("forces", Forces, VECTORS, loss=force_error, test=VECTORS, metric=metric)
     same(tmp_path, checked, *CUT)
     run = pg.train(checked, "data(2)", runs=tmp_path)
     model = run.model()
@@ -259,7 +259,7 @@ def test_gradients_by_torch_func(tmp_path: Path) -> None:
     Earlier, hooks watched the tensors that a forward keeps for its backward. torch.func does not
     allow such hooks: "don't yet support saved tensor hooks".
     """
-    same(tmp_path, job("functional forces", FunctionalForces, VECTORS), *CUT)
+    same(tmp_path, make_job("functional forces", FunctionalForces, VECTORS), *CUT)
 
 
 class Points(Dataset):
@@ -269,7 +269,7 @@ class Points(Dataset):
         return 29
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"x": numbers(1, seed=100 + index)}
+        return {"x": draw_numbers(1, seed=100 + index)}
 
 
 class Solution(nn.Module):
@@ -293,7 +293,7 @@ def test_loss_that_differentiates_by_its_batch(tmp_path: Path) -> None:
     Earlier, validation gave each of them its own copy, and micro-batches sliced the tensor twice:
     "One of the differentiated Tensors appears to not have been used in the graph".
     """
-    same(tmp_path, job("residual", Solution, Points(), loss=residual, test=Points()), *CUT)
+    same(tmp_path, make_job("residual", Solution, Points(), loss=residual, test=Points()), *CUT)
 
 
 # ---- outputs ---------------------------------------------------------------------------------
@@ -332,7 +332,7 @@ def test_different_outputs_in_training(tmp_path: Path) -> None:
     Earlier, validation called the loss with the output of eval mode: "too many indices for
     tensor of dimension 2".
     """
-    checked = job("heads", Heads, VECTORS, loss=of_both, test=VECTORS, metric=pg.accuracy)
+    checked = make_job("heads", Heads, VECTORS, loss=of_both, test=VECTORS, metric=pg.accuracy)
     same(tmp_path, checked, "data(2)", "data(2, reduce=ring)", "data(2, state=shared_memory)")
     with pytest.raises(pg.Refused, match=r"loss of a batch of test .give a metric.* raised"):
         pg.train(checked.replace(metric=None), runs=tmp_path)
@@ -361,7 +361,7 @@ def test_loss_of_the_test_set_must_be_additive(tmp_path: Path) -> None:
 
     So this loss must not mix samples.
     """
-    centred = job("centred", Centred, VECTORS, test=VECTORS)
+    centred = make_job("centred", Centred, VECTORS, test=VECTORS)
     with pytest.raises(
         pg.Refused,
         match=r"the test, which is the loss in eval mode: .* mixes samples.*; or give a metric",
@@ -399,7 +399,7 @@ def test_named_tuple_is_one_argument(tmp_path: Path) -> None:
     Earlier, its fields became separate arguments: "takes 2 positional arguments but 3 were
     given".
     """
-    same(tmp_path, job("sides", OfSides, Sided()), *CUT)
+    same(tmp_path, make_job("sides", OfSides, Sided()), *CUT)
 
 
 class Lines(Dataset):
@@ -412,7 +412,7 @@ class Lines(Dataset):
         return 29
 
     def __getitem__(self, index: int) -> object:
-        return numbers(self.length or 2 + index % 4, 10, seed=50 + index), index % 4
+        return draw_numbers(self.length or 2 + index % 4, 10, seed=50 + index), index % 4
 
 
 def packed(samples: list[Any]) -> object:
@@ -439,7 +439,9 @@ def test_packed_sequences(tmp_path: Path) -> None:
 
     Earlier: "takes 2 positional arguments but 5 were given".
     """
-    checked = job("packed", LastState, Lines(), collate=packed, test=Lines(), metric=pg.accuracy)
+    checked = make_job(
+        "packed", LastState, Lines(), collate=packed, test=Lines(), metric=pg.accuracy
+    )
     same(tmp_path, checked, *WHOLE)
     assert 0 <= pg.train(checked, "data(2)", runs=tmp_path).test <= 100  # type: ignore[operator]
     with pytest.raises(
@@ -473,7 +475,7 @@ def test_nested_tensors(tmp_path: Path) -> None:
     Earlier, verify ended with "view(): cannot view shape", and micro-batches with "slice(): not
     supported for NestedTensor".
     """
-    checked = job("nested", OfNested, Lines(), collate=nested)
+    checked = make_job("nested", OfNested, Lines(), collate=nested)
     same(tmp_path, checked, *WHOLE)
     for strategy in ("data(2, micro=2)", "serial(micro=3)"):
         with pytest.raises(
@@ -499,7 +501,9 @@ def test_time_first_input(length: int, tmp_path: Path) -> None:
     If the length of a line equalled the number of samples by chance, micro-batches even divided
     the time, without any message. This is refused too.
     """
-    checked = job("time first", LastState, Lines(length), collate=time_first, test=Lines(length))
+    checked = make_job(
+        "time first", LastState, Lines(length), collate=time_first, test=Lines(length)
+    )
     same(tmp_path, checked, *WHOLE)
     for strategy in ("data(2, micro=2)", "serial(micro=3)"):
         with pytest.raises(
@@ -516,7 +520,7 @@ class Stream(IterableDataset):
 
 def test_iterable_dataset_is_refused_with_a_repair(tmp_path: Path) -> None:
     """Earlier, paragrad called an IterableDataset: "'Stream' object is not callable"."""
-    plain = job("stream", lambda: nn.Linear(10, 4), VECTORS)
+    plain = make_job("stream", lambda: nn.Linear(10, 4), VECTORS)
     for changed in (
         {"train": Stream()},
         {"train": lambda data: Stream()},
@@ -549,7 +553,7 @@ def test_lazy_modules(tmp_path: Path) -> None:
     Earlier, optimizer and exchange were built with parameters that had no shape yet: "Attempted
     to use an uninitialized parameter".
     """
-    checked = job("lazy", lazy, VECTORS, seed=8)
+    checked = make_job("lazy", lazy, VECTORS, seed=8)
     same(tmp_path, checked, *WHOLE)
     run = pg.train(checked.replace(epochs=0), "data(2)", runs=tmp_path)
     # every rank builds its model with this seed
@@ -591,7 +595,7 @@ def penalised(outputs: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
 
 
 def test_weight_penalty_returned_by_the_model(tmp_path: Path) -> None:
-    same(tmp_path, job("penalised", Penalised, VECTORS, loss=penalised), *CUT)
+    same(tmp_path, make_job("penalised", Penalised, VECTORS, loss=penalised), *CUT)
 
 
 HELD: list[nn.Module] = []
@@ -613,8 +617,8 @@ def test_loss_that_refers_to_the_model_trains_unverified(tmp_path: Path) -> None
 
     Earlier, verify therefore answered "NO" for an equal training. Now it refuses such a loss.
     """
-    checked = job("held", holding, VECTORS, loss=of_held)
-    other = job("held", Penalised, VECTORS, loss=penalised)
+    checked = make_job("held", holding, VECTORS, loss=of_held)
+    other = make_job("held", Penalised, VECTORS, loss=penalised)
     expected = pg.train(other, "serial", runs=tmp_path).losses
     for strategy in ("serial", *CUT):
         assert pg.train(checked, strategy, runs=tmp_path).losses == pytest.approx(
@@ -632,7 +636,7 @@ def test_model_that_is_built_once(tmp_path: Path) -> None:
     Earlier, both updated it, and verify answered "NO". Now verify refuses such a model.
     """
     net = nn.Linear(10, 4)
-    checked = job("once", lambda: net, VECTORS)
+    checked = make_job("once", lambda: net, VECTORS)
     assert pg.train(checked, "data(2)", runs=tmp_path).losses == pytest.approx(
         pg.train(checked, "serial", runs=tmp_path).losses, rel=1e-5
     )
@@ -663,10 +667,12 @@ def test_loss_with_parameters(tmp_path: Path) -> None:
     with pytest.raises(
         pg.Refused, match=r"the loss holds parameters.*such as \(output, penalty\), or freeze"
     ):
-        pg.train(job("loss of a net", lambda: net, VECTORS, loss=HoldsANet(net)), runs=tmp_path)
+        pg.train(
+            make_job("loss of a net", lambda: net, VECTORS, loss=HoldsANet(net)), runs=tmp_path
+        )
     frozen = HoldsANet(nn.Linear(10, 4).requires_grad_(False))
     same(
         tmp_path,
-        job("loss of a frozen net", lambda: nn.Linear(10, 4), VECTORS, loss=frozen),
+        make_job("loss of a frozen net", lambda: nn.Linear(10, 4), VECTORS, loss=frozen),
         "data(2, micro=2)",
     )

@@ -26,8 +26,7 @@ from typing import Any
 
 import pytest
 import torch
-from equality_table import JOBS, TEXT, VECTORS, mlp
-from equality_table import job as make_job
+from equality_table import JOBS, TEXT, VECTORS, make_job, make_mlp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 from torch import nn
@@ -292,7 +291,7 @@ VALUES: list[Any] = [
     b"x",
     torch.zeros(2),
     nn.Linear(2, 2),
-    mlp,
+    make_mlp,
     Raises(),
     Raises,
     VECTORS,
@@ -336,7 +335,7 @@ FIELDS = (
 
 
 def test_random_jobs() -> None:
-    base = make_job("fuzzed", mlp, VECTORS, test=VECTORS, metric=pg.accuracy)
+    base = make_job("fuzzed", make_mlp, VECTORS, test=VECTORS, metric=pg.accuracy)
 
     @cases(600)
     @given(

@@ -11,7 +11,7 @@ import torchvision_jobs
 import training_jobs
 import transformers_jobs
 import unusual_jobs
-from zoo_libraries import missing
+from zoo_libraries import find_missing
 from zoo_rows import Row
 
 import paragrad as pg
@@ -44,7 +44,7 @@ LIBRARY_WARNINGS = [
 STEPS = 2
 
 
-def job(row: Row) -> pg.Job:
-    if absent := missing(*row.needs):
+def build_job(row: Row) -> pg.Job:
+    if absent := find_missing(*row.needs):
         pytest.skip(f"{', '.join(absent)} is not installed (make zoo)")
     return row.job()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
-from zoo_rows import padded, whole
+from zoo_rows import collate_sentences, draw_integers
 
 WORDS = 20
 LENGTH = 8
@@ -101,12 +101,12 @@ class Lines(Dataset):
         return 29
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        line = whole(WORDS, LENGTH + 1, seed=200 + index)
+        line = draw_integers(WORDS, LENGTH + 1, seed=200 + index)
         targets = torch.where(torch.arange(LENGTH) < 3 + index % 6, line[1:], -1)
         return {"idx": line[:-1], "targets": targets}
 
 
-def in_second(output: tuple[Tensor, Tensor], batch: dict[str, Tensor]) -> Tensor:
+def return_second_output(output: tuple[Tensor, Tensor], batch: dict[str, Tensor]) -> Tensor:
     return output[1]
 
 
@@ -129,7 +129,7 @@ class LstmLanguageModel(nn.Module):
         return functional.log_softmax(self.decoder(self.drop(hidden)).view(-1, WORDS), dim=1)
 
 
-def of_words(output: Tensor, target: Tensor) -> Tensor:
+def compute_word_loss(output: Tensor, target: Tensor) -> Tensor:
     return functional.nll_loss(output, target.reshape(-1))
 
 
@@ -156,9 +156,12 @@ class MaskedEncoder(nn.Module):
         return {"logits": self.out((hidden * weight).sum(1) / weight.sum(1)), "hidden": hidden}
 
 
-def with_kinds(samples: list[dict[str, Tensor]]) -> dict[str, Any]:
-    return {**padded(samples), "kind": torch.stack([sample["kind"] for sample in samples])}
+def collate_with_kinds(samples: list[dict[str, Tensor]]) -> dict[str, Any]:
+    return {
+        **collate_sentences(samples),
+        "kind": torch.stack([sample["kind"] for sample in samples]),
+    }
 
 
-def of_kinds(output: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
+def compute_kind_loss(output: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
     return functional.cross_entropy(output["logits"], batch["kind"])

@@ -56,7 +56,7 @@ class Line:
     expected: bool
 
     def __str__(self) -> str:
-        def told(value: float | None) -> str:
+        def format_number(value: float | None) -> str:
             return "" if value is None else f"{value:.1e}"
 
         # files are named without their folders
@@ -64,7 +64,8 @@ class Line:
         verdict = " ".join(named.replace("|", "/").split())
         verdict = verdict if len(verdict) <= 160 else verdict[:157] + "..."
         return (
-            f"| {self.row} | `{self.strategy}` | {told(self.difference)} | {told(self.twin)} | "
+            f"| {self.row} | `{self.strategy}` | {format_number(self.difference)} | "
+            f"{format_number(self.twin)} | "
             f"{verdict if self.expected else '**unexpected** ' + verdict} |"
         )
 
@@ -76,7 +77,7 @@ class Page:
     strategies: tuple[str, ...]
     lines: list[Line] = field(default_factory=list)
 
-    def text(self) -> str:
+    def format_page(self) -> str:
         lines = sorted(
             self.lines, key=lambda line: (line.row.lower(), self.strategies.index(line.strategy))
         )
@@ -84,15 +85,15 @@ class Page:
         head = HEAD.format(
             command=COMMAND if len(lines) > len(rows) else SAMPLE,
             torch=torch.__version__.split("+")[0],
-            libraries=_libraries(),
+            libraries=_list_libraries(),
             count=len(rows),
             results=len(lines),
             unexpected=sum(not line.expected for line in lines),
-            columns="".join(self._column(each) for each in self.strategies),
+            columns="".join(self._format_column(each) for each in self.strategies),
         )
         return head + "".join(f"{line}\n" for line in lines)
 
-    def _column(self, strategy: str) -> str:
+    def _format_column(self, strategy: str) -> str:
         verdicts = [line.verdict for line in self.lines if line.strategy == strategy]
         counts = [
             len(verdicts),
@@ -102,10 +103,10 @@ class Page:
 
     def write(self) -> None:
         if (path := os.environ.get("PARAGRAD_MODELS_PAGE")) and self.lines:
-            Path(path).write_text(self.text())
+            Path(path).write_text(self.format_page())
 
 
-def _libraries() -> str:
+def _list_libraries() -> str:
     from importlib import metadata
 
     found = []

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from equality_table import job as make_job
-from equality_table import mlp
+from equality_table import make_job, make_mlp
 from torch import Tensor, nn
 from zoo_libraries import foreign
 from zoo_rows import (
@@ -57,16 +56,16 @@ def build_around_sgd(name: str, parameters: Iterable[Tensor], **settings: Any) -
     return build(name, torch.optim.SGD(parameters, lr=0.05), **settings)  # type: ignore[arg-type]
 
 
-def without_biases() -> nn.Module:
+def make_mlp_without_biases() -> nn.Module:
     return nn.Sequential(nn.Linear(10, 16, bias=False), nn.Tanh(), nn.Linear(16, 4, bias=False))
 
 
-def make_row(
+def make_optimizer_row(
     name: str,
     story: str,
     outcomes: Outcomes,
     builder: Callable[..., Optimizer] = build,
-    model: Callable[[], nn.Module] = mlp,
+    model: Callable[[], nn.Module] = make_mlp,
     twin: str = "",
     **settings: Any,
 ) -> Row:
@@ -133,10 +132,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "Ranger21": {"num_iterations": 20},
     "SOAP": {"twin": "the signs of eigenvectors, which rounding decides"},
-    "SpectralSphere": {"model": without_biases},
+    "SpectralSphere": {"model": make_mlp_without_biases},
 }
 ROWS: tuple[Row, ...] = tuple(
-    make_row(name, STORIES.get(name, story), outcomes, **SETTINGS.get(name, {}))
+    make_optimizer_row(name, STORIES.get(name, story), outcomes, **SETTINGS.get(name, {}))
     for names, story, outcomes in KINDS
     for name in names
 )
@@ -168,7 +167,7 @@ FAILING = {
 
 def step_once(name: str) -> None:
     """Build an optimizer that has no row, and make one step in a plain loop on one worker."""
-    model = mlp().double()
+    model = make_mlp().double()
     cls = getattr(foreign(LIBRARY), name)
     if name in ("FriendlySAM", "LookSAM", "SAM"):
         optimizer = cls(model.parameters(), torch.optim.SGD, lr=0.05)

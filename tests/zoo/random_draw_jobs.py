@@ -11,7 +11,17 @@ from torch.nn import functional
 from torch.nn.functional import dropout as dropout_by_name
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
-from zoo_rows import IMAGES, SEQUENCES, SMALL_IMAGES, UNCUT, VECTORS, WITHOUT_MICRO, Equal, Row, row
+from zoo_rows import (
+    IMAGES,
+    SEQUENCES,
+    SMALL_IMAGES,
+    UNCUT,
+    VECTORS,
+    WITHOUT_MICRO,
+    Equal,
+    Row,
+    make_row,
+)
 
 
 class Changed(nn.Module):
@@ -100,7 +110,7 @@ class Encoding(nn.Module):
         return self.decoder(code), x, mean, log_variance
 
 
-def evidence(output: tuple[Tensor, ...], target: Tensor) -> Tensor:
+def compute_evidence_loss(output: tuple[Tensor, ...], target: Tensor) -> Tensor:
     made, x, mean, log_variance = output
     apart = -0.5 * (1 + log_variance - mean.square() - log_variance.exp()).sum(1).mean()
     return functional.mse_loss(made, x, reduction="none").sum(1).mean() + 0.1 * apart
@@ -131,7 +141,7 @@ class Denoising(nn.Module):
         return self.up(torch.cat([down, self.middle(down)], 1)), noise
 
 
-def noise_found(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+def compute_noise_loss(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
     return functional.mse_loss(*output)
 
 
@@ -146,28 +156,28 @@ class Time(Dataset):
         return x[: 2 + index % 5], target
 
 
-def sequence_first(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def collate_sequence_first(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return torch.stack([x for x, _ in samples], 1), torch.stack([target for _, target in samples])
 
 
-def filled(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def pad_sequences(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     x = nn.utils.rnn.pad_sequence([x for x, _ in samples], batch_first=True)
     return x, torch.stack([target for _, target in samples])
 
 
-def dropped_weight(model: Any, h: Tensor) -> Tensor:
+def apply_dropped_weight(model: Any, h: Tensor) -> Tensor:
     return functional.linear(
         h, functional.dropout(model.second.weight, 0.3, model.training), model.second.bias
     )
 
 
-def noisy_weight(model: Any, h: Tensor) -> Tensor:
+def apply_noisy_weight(model: Any, h: Tensor) -> Tensor:
     return functional.linear(
         h, model.second.weight + 0.1 * torch.randn_like(model.second.weight), model.second.bias
     )
 
 
-def named(model: Any, h: Tensor) -> Tensor:
+def checkpoint_named_dropout(model: Any, h: Tensor) -> Tensor:
     return checkpoint(
         lambda each: dropout_by_name(torch.tanh(model.second(each)), 0.5, model.training),
         h,
@@ -175,7 +185,7 @@ def named(model: Any, h: Tensor) -> Tensor:
     )
 
 
-def reentrant(model: Any, h: Tensor) -> Tensor:
+def checkpoint_reentrant(model: Any, h: Tensor) -> Tensor:
     return checkpoint(
         lambda each: functional.dropout(torch.tanh(model.second(each)), 0.5, model.training),
         h,
@@ -183,18 +193,20 @@ def reentrant(model: Any, h: Tensor) -> Tensor:
     )
 
 
-def nested(model: Any, h: Tensor) -> Tensor:
-    def inner(each: Tensor) -> Tensor:
+def checkpoint_nested(model: Any, h: Tensor) -> Tensor:
+    def apply_inner_dropout(each: Tensor) -> Tensor:
         return functional.dropout(torch.tanh(model.second(each)), 0.3, model.training)
 
-    def outer(each: Tensor) -> Tensor:
-        return functional.dropout(checkpoint(inner, each, use_reentrant=False), 0.2, model.training)
+    def apply_outer_dropout(each: Tensor) -> Tensor:
+        return functional.dropout(
+            checkpoint(apply_inner_dropout, each, use_reentrant=False), 0.2, model.training
+        )
 
-    return checkpoint(outer, h, use_reentrant=False)
+    return checkpoint(apply_outer_dropout, h, use_reentrant=False)
 
 
-def attention_recomputed(model: Any, h: Tensor) -> Tensor:
-    def attended(each: Tensor) -> Tensor:
+def checkpoint_attention(model: Any, h: Tensor) -> Tensor:
+    def attend(each: Tensor) -> Tensor:
         heads = each.view(-1, 2, 4, 2).transpose(1, 2)
         return (
             functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.3)
@@ -202,132 +214,138 @@ def attention_recomputed(model: Any, h: Tensor) -> Tensor:
             .reshape(each.shape)
         )
 
-    return checkpoint(attended, model.second(h), use_reentrant=False)
+    return checkpoint(attend, model.second(h), use_reentrant=False)
 
 
-def layer_dropped(model: Any, h: Tensor) -> Tensor:
+def drop_layer(model: Any, h: Tensor) -> Tensor:
     return h + (torch.rand([]) < 0.5) * model.second(h)
 
 
-def by_mask(draw: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
+def make_masked_builder(draw: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
     return lambda: Changed(lambda model, h: model.second(h) * draw(h))
 
 
-def vectors(name: str, change: Callable[[Any, Tensor], Tensor], story: str) -> Row:
-    return row(name, lambda: Changed(change), VECTORS, Equal(), story)
+def make_vectors_row(name: str, change: Callable[[Any, Tensor], Tensor], story: str) -> Row:
+    return make_row(name, lambda: Changed(change), VECTORS, Equal(), story)
 
 
-def sequences(name: str, model: Callable[[], nn.Module], story: str, **changes: Any) -> Row:
-    return row(name, model, SEQUENCES, Equal(), story, **changes)
+def make_sequences_row(
+    name: str, model: Callable[[], nn.Module], story: str, **changes: Any
+) -> Row:
+    return make_row(name, model, SEQUENCES, Equal(), story, **changes)
 
 
 OWN = "every rank drew from its own generator"
 AGAIN = "the mask drawn again in backward was another one: wrong gradients, under serial too"
 ROWS = (
-    sequences(
+    make_sequences_row(
         "TransformerEncoder, batch first",
         lambda: Encoder(True),
         "dropout in scaled_dot_product_attention: " + OWN,
     ),
-    sequences(
+    make_sequences_row(
         "TransformerEncoder, sequence first",
         lambda: Encoder(False),
         "a draw's second dimension is the sample",
     ),
-    sequences(
+    make_sequences_row(
         "TransformerEncoder, its batches sequence first",
         lambda: SequenceFirst(False),
         "was refused for its dropout",
-        collate=sequence_first,
+        collate=collate_sequence_first,
         under=WITHOUT_MICRO,
         but=UNCUT,
     ),
-    sequences("MultiheadAttention, batch first", lambda: Attention(True, False), OWN),
-    sequences("MultiheadAttention, sequence first", lambda: Attention(False, False), OWN),
-    sequences(
+    make_sequences_row("MultiheadAttention, batch first", lambda: Attention(True, False), OWN),
+    make_sequences_row("MultiheadAttention, sequence first", lambda: Attention(False, False), OWN),
+    make_sequences_row(
         "MultiheadAttention, with weights",
         lambda: Attention(True, True),
         "dropout of samples x heads",
     ),
-    sequences("LSTM with dropout", lambda: Recurrent("LSTM", True), OWN),
-    sequences("GRU with dropout, sequence first", lambda: Recurrent("GRU", False), OWN),
-    row(
+    make_sequences_row("LSTM with dropout", lambda: Recurrent("LSTM", True), OWN),
+    make_sequences_row("GRU with dropout, sequence first", lambda: Recurrent("GRU", False), OWN),
+    make_row(
         "dropout on padded sequences",
         lambda: nn.Sequential(nn.Dropout(0.3), Recurrent("LSTM", True)),
         Time(),
         Equal(),
         "keys are coordinates: padding must not move them",
-        collate=filled,
+        collate=pad_sequences,
     ),
-    vectors(
-        "DropConnect", dropped_weight, "dropout of a weight: one mask for all ranks, not one each"
+    make_vectors_row(
+        "DropConnect",
+        apply_dropped_weight,
+        "dropout of a weight: one mask for all ranks, not one each",
     ),
-    vectors("noise on a weight", noisy_weight, "the same, by randn_like"),
-    vectors(
+    make_vectors_row("noise on a weight", apply_noisy_weight, "the same, by randn_like"),
+    make_vectors_row(
         "alpha dropout",
         lambda model, h: functional.alpha_dropout(model.second(h), 0.3, model.training),
         OWN,
     ),
-    vectors(
+    make_vectors_row(
         "feature alpha dropout",
         lambda model, h: functional.feature_alpha_dropout(
             model.second(h).view(-1, 4, 4), 0.3, model.training
         ).flatten(1),
         OWN,
     ),
-    vectors(
+    make_vectors_row(
         "dropout1d",
         lambda model, h: functional.dropout1d(
             model.second(h).view(-1, 4, 4), 0.3, model.training
         ).flatten(1),
         "one draw per channel",
     ),
-    row("rand_like", by_mask(lambda h: 0.5 + torch.rand_like(h)), VECTORS, Equal(), OWN),
-    row(
+    make_row(
+        "rand_like", make_masked_builder(lambda h: 0.5 + torch.rand_like(h)), VECTORS, Equal(), OWN
+    ),
+    make_row(
         "randn of a shape",
-        by_mask(lambda h: 1 + 0.1 * torch.randn(h.shape, dtype=h.dtype)),
+        make_masked_builder(lambda h: 1 + 0.1 * torch.randn(h.shape, dtype=h.dtype)),
         VECTORS,
         Equal(),
         OWN,
     ),
-    row(
+    make_row(
         "bernoulli of probabilities",
-        by_mask(lambda h: torch.bernoulli(torch.sigmoid(h.detach()))),
+        make_masked_builder(lambda h: torch.bernoulli(torch.sigmoid(h.detach()))),
         VECTORS,
         Equal(),
         OWN,
     ),
-    row(
+    make_row(
         "bernoulli_ per sample",
-        by_mask(lambda h: h.new_empty(len(h), 1).bernoulli_(0.7)),
+        make_masked_builder(lambda h: h.new_empty(len(h), 1).bernoulli_(0.7)),
         VECTORS,
         Equal(),
         "DropPath",
     ),
-    row(
+    make_row(
         "gumbel softmax",
-        by_mask(lambda h: functional.gumbel_softmax(h, dim=1)),
+        make_masked_builder(lambda h: functional.gumbel_softmax(h, dim=1)),
         VECTORS,
         Equal(),
         "by exponential_",
     ),
-    row(
+    make_row(
         "multinomial",
-        by_mask(
+        make_masked_builder(
             lambda h: functional.one_hot(torch.multinomial(h.detach().softmax(1), 1)[:, 0], 16)
         ),
         VECTORS,
         Equal(),
         "samples an index for every sample",
     ),
-    row(
+    make_row(
         "rrelu",
         lambda: nn.Sequential(nn.Linear(10, 16), nn.RReLU(), nn.Linear(16, 4)),
         VECTORS,
         Equal(),
         OWN,
     ),
-    row(
+    make_row(
         "fractional max pool",
         lambda: nn.Sequential(
             nn.Conv2d(2, 4, 3), nn.FractionalMaxPool2d(2, 4), nn.Flatten(), nn.Linear(64, 4)
@@ -336,18 +354,22 @@ ROWS = (
         Equal(),
         "draws where it pools",
     ),
-    vectors("layer drop", layer_dropped, "one number for the whole batch: every rank drew its own"),
-    vectors("checkpoint, dropout by name", named, AGAIN),
-    vectors("checkpoint, reentrant", reentrant, AGAIN),
-    vectors("checkpoint, nested", nested, AGAIN),
-    vectors("checkpoint, attention", attention_recomputed, AGAIN),
-    row("vae", Encoding, VECTORS, Equal(), "reparametrisation noise", loss=evidence),
-    row(
+    make_vectors_row(
+        "layer drop", drop_layer, "one number for the whole batch: every rank drew its own"
+    ),
+    make_vectors_row("checkpoint, dropout by name", checkpoint_named_dropout, AGAIN),
+    make_vectors_row("checkpoint, reentrant", checkpoint_reentrant, AGAIN),
+    make_vectors_row("checkpoint, nested", checkpoint_nested, AGAIN),
+    make_vectors_row("checkpoint, attention", checkpoint_attention, AGAIN),
+    make_row(
+        "vae", Encoding, VECTORS, Equal(), "reparametrisation noise", loss=compute_evidence_loss
+    ),
+    make_row(
         "diffusion u-net",
         Denoising,
         IMAGES,
         Equal(),
         "noise and time of every sample",
-        loss=noise_found,
+        loss=compute_noise_loss,
     ),
 )

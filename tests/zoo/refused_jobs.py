@@ -9,13 +9,23 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from equality_table import mlp
+from equality_table import make_mlp
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import lr_scheduler
 from torch.utils.data import Dataset, IterableDataset
 from zoo_libraries import foreign
-from zoo_rows import SMALL_IMAGES, VECTORS, WHOLE, Refused, Row, Sentences, adam, padded, row
+from zoo_rows import (
+    SMALL_IMAGES,
+    VECTORS,
+    WHOLE,
+    Refused,
+    Row,
+    Sentences,
+    collate_sentences,
+    make_adam,
+    make_row,
+)
 
 # the messages must say that a loss or a model mixes samples
 MIXES = r"(?i)mix|no mean over samples|other samples|does not add up"
@@ -36,17 +46,17 @@ class Contrasting(nn.Module):
         )
 
 
-def contrastive(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+def compute_contrastive_loss(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
     """Return the InfoNCE loss, for which every other sample of the batch is a negative."""
     left, right = output
     return functional.cross_entropy(left @ right.t() / 0.1, torch.arange(len(left)))
 
 
-def with_batch_term(output: Tensor, target: Tensor) -> Tensor:
+def compute_loss_with_batch_term(output: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(output, target) + 2e-3 * output.mean(0).square().sum()
 
 
-def decorrelated(output: Tensor, target: Tensor) -> Tensor:
+def compute_covariance_loss(output: Tensor, target: Tensor) -> Tensor:
     """Return a loss with a covariance over the batch, as in VICReg and Barlow Twins."""
     apart = output - output.mean(0)
     return (
@@ -55,7 +65,7 @@ def decorrelated(output: Tensor, target: Tensor) -> Tensor:
     )
 
 
-def root_mean_square(output: Tensor, target: Tensor) -> Tensor:
+def compute_root_mean_square(output: Tensor, target: Tensor) -> Tensor:
     return (output - functional.one_hot(target, 4)).square().mean().sqrt()
 
 
@@ -99,7 +109,7 @@ class Mixing(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = mlp()
+        self.layers = make_mlp()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(0.7 * x + 0.3 * x[torch.randperm(len(x))] if self.training else x)
@@ -158,8 +168,8 @@ class Captions(Dataset):
         }
 
 
-def captioned(samples: list[dict[str, Tensor]]) -> dict[str, Any]:
-    batch = padded(samples)
+def collate_captions(samples: list[dict[str, Tensor]]) -> dict[str, Any]:
+    batch = collate_sentences(samples)
     return {
         "input_ids": batch["input_ids"],
         "attention_mask": batch["attention_mask"],
@@ -168,7 +178,7 @@ def captioned(samples: list[dict[str, Tensor]]) -> dict[str, Any]:
     }
 
 
-def clip() -> nn.Module:
+def make_clip() -> nn.Module:
     library = foreign("transformers")
     small = {
         "hidden_size": 16,
@@ -191,7 +201,7 @@ def clip() -> nn.Module:
     )
 
 
-def balanced_mixtral() -> nn.Module:
+def make_balanced_mixtral() -> nn.Module:
     """Return Mixtral with its loss for balanced experts, a product of means over the batch."""
     library = foreign("transformers")
     return library.MixtralForCausalLM(
@@ -210,114 +220,120 @@ def balanced_mixtral() -> nn.Module:
     )
 
 
-def refused(
+def make_refused_row(
     name: str,
     match: str,
     story: str,
-    model: Callable[[], nn.Module] = mlp,
+    model: Callable[[], nn.Module] = make_mlp,
     data: Any = VECTORS,
     needs: tuple[str, ...] = (),
     **changes: Any,
 ) -> Row:
-    return row(name, model, data, Refused(match), story, needs, **changes)
+    return make_row(name, model, data, Refused(match), story, needs, **changes)
 
 
 ROWS: tuple[Row, ...] = (
-    refused(
+    make_refused_row(
         "contrastive loss",
         MIXES,
         "a share has fewer negatives",
         Contrasting,
-        loss=contrastive,
+        loss=compute_contrastive_loss,
         but=WHOLE,
     ),
-    refused(
+    make_refused_row(
         "clip",
         MIXES,
         "the same, inside the model",
-        clip,
+        make_clip,
         Captions(),
         ("transformers",),
-        collate=captioned,
+        collate=collate_captions,
         loss=lambda output, batch: output.loss,
         but=WHOLE,
     ),
-    refused(
+    make_refused_row(
         "mixtral, balanced experts",
         MIXES,
         "a product of two means over the batch",
-        balanced_mixtral,
+        make_balanced_mixtral,
         Sentences(),
         ("transformers",),
-        collate=padded,
+        collate=collate_sentences,
         loss=lambda output, batch: output.loss,
         but=WHOLE,
     ),
-    refused(
+    make_refused_row(
         "batch term of 2e-3",
         MIXES,
         "below the door's bound of 1e-3 of the value",
-        loss=with_batch_term,
+        loss=compute_loss_with_batch_term,
         but=WHOLE,
     ),
-    refused(
-        "covariance over the batch", MIXES, "VICReg's, Barlow Twins'", loss=decorrelated, but=WHOLE
+    make_refused_row(
+        "covariance over the batch",
+        MIXES,
+        "VICReg's, Barlow Twins'",
+        loss=compute_covariance_loss,
+        but=WHOLE,
     ),
-    refused(
+    make_refused_row(
         "root of a mean",
         MIXES,
         "the mean of roots is not the root of the mean",
-        loss=root_mean_square,
+        loss=compute_root_mean_square,
         but=WHOLE,
     ),
-    refused(
+    make_refused_row(
         "mean over the batch in the model",
         MIXES,
         "the door cut the output, and did not ask the model again",
         Centred,
         but=WHOLE,
     ),
-    refused(
+    make_refused_row(
         "mean over the batch, a buffer of -inf",
         MIXES,
         "verify said yes: the infinite buffer switched it off",
         lambda: Centred(True),
         but=WHOLE,
     ),
-    refused("attention over the batch", MIXES, "batch_first forgotten", AcrossSamples, but=WHOLE),
-    refused("mixup in forward", MIXES, "a permutation of the share", Mixing),
-    refused(
+    make_refused_row(
+        "attention over the batch", MIXES, "batch_first forgotten", AcrossSamples, but=WHOLE
+    ),
+    make_refused_row("mixup in forward", MIXES, "a permutation of the share", Mixing),
+    make_refused_row(
         "batch norm, a buffer that counts its share",
         BUFFER,
         "verify said yes, beside Adam",
         CountsSamples,
         SMALL_IMAGES,
-        optimizer=adam,
+        optimizer=make_adam,
         but=WHOLE,
     ),
-    refused("a running mean of its share", BUFFER, "a codebook's", Codebook, but=WHOLE),
-    refused(
+    make_refused_row("a running mean of its share", BUFFER, "a codebook's", Codebook, but=WHOLE),
+    make_refused_row(
         "LBFGS",
         "LBFGS needs a closure",
         "it runs the model inside the update",
         optimizer=lambda parameters: torch.optim.LBFGS(parameters),
     ),
-    refused(
+    make_refused_row(
         "ReduceLROnPlateau",
         "ReduceLROnPlateau needs a metric",
         "it wants a number that the step does not have",
         scheduler=lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer),
     ),
-    refused(
+    make_refused_row(
         "IterableDataset", r"paragrad.Stream", "an order that is not ours to cut", data=Stream()
     ),
-    refused(
+    make_refused_row(
         "sparse embedding",
         "sparse gradients",
         "not exchanged",
         lambda: nn.Sequential(nn.EmbeddingBag(20, 8, sparse=True), nn.Linear(8, 4)),
     ),
-    refused(
+    make_refused_row(
         "bare sum",
         "a bare sum over the batch",
         "sums of shares are right, but the step is not divided",

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 from all_rows import ALL_ROWS, LIBRARY_WARNINGS, ROWS
-from equality_table import however_small
+from equality_table import call_with_small_tensors_compressed
 from models_page import Line
 from tensor_outcomes import IN_WIDTH, OF_IMAGES
-from zoo_libraries import missing
+from zoo_libraries import find_missing
 from zoo_rows import (
     BOUND,
     COMPRESSED,
@@ -43,7 +43,7 @@ CELLS = [(row, strategy) for row in ALL_ROWS for strategy in row.under] + [
 ]
 
 
-def covering() -> list[tuple[Row, str]]:
+def select_covering_cells() -> list[tuple[Row, str]]:
     """Return every row with one strategy, in turn, and some rows on images with `spatial`.
 
     Every strategy gets rows of every file.
@@ -54,18 +54,18 @@ def covering() -> list[tuple[Row, str]]:
     ]
 
 
-def part() -> list[tuple[Row, str]]:
+def select_part() -> list[tuple[Row, str]]:
     """Return every seventh row of each strategy in `covering`, for which CI has time."""
     return [
         cell
         for each in (*STRATEGIES, SERVERS, SPATIAL)
-        for cell in [cell for cell in covering() if cell[1] == each][::7]
+        for cell in [cell for cell in select_covering_cells() if cell[1] == each][::7]
     ]
 
 
-def cells() -> list[object]:
+def list_cells() -> list[object]:
     """Return all pairs of row and strategy; those outside of `part` belong to the table."""
-    sample = part()
+    sample = select_part()
     return [
         pytest.param(
             row,
@@ -77,13 +77,15 @@ def cells() -> list[object]:
     ]
 
 
-def line(row: Row, strategy: str, expected: bool, verdict: str, certificate: object = None) -> Line:
+def make_line(
+    row: Row, strategy: str, expected: bool, verdict: str, certificate: object = None
+) -> Line:
     difference, twin = (getattr(certificate, name, None) for name in ("difference", "twin"))
     return Line(row.name, strategy, difference, twin, verdict, expected)
 
 
-@pytest.mark.usefixtures("warm")
-@pytest.mark.parametrize(("row", "strategy"), cells())
+@pytest.mark.usefixtures("warm_ranks")
+@pytest.mark.parametrize(("row", "strategy"), list_cells())
 def test_row_is_as_expected(
     row: Row,
     strategy: str,
@@ -92,7 +94,7 @@ def test_row_is_as_expected(
     pool: Launcher,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if absent := missing(*row.needs):
+    if absent := find_missing(*row.needs):
         pytest.skip(f"{', '.join(absent)} is not installed (make zoo)")
     if strategy == COMPRESSED:
         run = pool.run
@@ -100,34 +102,34 @@ def test_row_is_as_expected(
             pool,
             "run",
             lambda function, *arguments, **more: run(
-                functools.partial(however_small, function), *arguments, **more
+                functools.partial(call_with_small_tensors_compressed, function), *arguments, **more
             ),
         )
-    expected = row.outcome(strategy)
+    expected = row.find_outcome(strategy)
     found = (
-        equal(row, strategy, expected, tmp_path)
+        verify_row(row, strategy, expected, tmp_path)
         if isinstance(expected, Equal)
-        else refused(row, strategy, expected, tmp_path)
+        else train_refused_row(row, strategy, expected, tmp_path)
     )
     note(found)
     assert found.expected, found.verdict
 
 
-def equal(row: Row, strategy: str, expected: Equal, folder: Path) -> Line:
+def verify_row(row: Row, strategy: str, expected: Equal, folder: Path) -> Line:
     """Run `verify` for a row, and return the line of the page."""
     try:
         certificate = pg.verify(row.job(), strategy, runs=folder)
     except (pg.Refused, pg.RankFailed) as error:
-        return line(row, strategy, False, f"{type(error).__name__}: {error}")
+        return make_line(row, strategy, False, f"{type(error).__name__}: {error}")
     if not certificate.same:
         where = certificate.failure or f"{certificate.tensor}, first {certificate.first}"
-        return line(row, strategy, False, f"not the same: {where}", certificate)
+        return make_line(row, strategy, False, f"not the same: {where}", certificate)
     assert certificate.difference is not None
     if certificate.difference > BOUND and not expected.twin:
-        return line(
+        return make_line(
             row, strategy, False, "same by the twin's bound alone; 1e-10 was expected", certificate
         )
-    return line(
+    return make_line(
         row,
         strategy,
         True,
@@ -136,7 +138,7 @@ def equal(row: Row, strategy: str, expected: Equal, folder: Path) -> Line:
     )
 
 
-def refused(row: Row, strategy: str, expected: Refused, folder: Path) -> Line:
+def train_refused_row(row: Row, strategy: str, expected: Refused, folder: Path) -> Line:
     """Run `train` for a row, and return the line of the page.
 
     It must end with one message, and without a step in its record.
@@ -155,13 +157,13 @@ def refused(row: Row, strategy: str, expected: Refused, folder: Path) -> Line:
                 for name, each in serial.items()
                 if not each.is_floating_point()
             )
-            return line(
+            return make_line(
                 row,
                 strategy,
                 counts,
                 "same; refused where the cut falls otherwise",
             )
-        return line(row, strategy, False, "trained without a word")
+        return make_line(row, strategy, False, "trained without a word")
     assert "Traceback" not in said
     lines = [
         json.loads(text)
@@ -173,7 +175,9 @@ def refused(row: Row, strategy: str, expected: Refused, folder: Path) -> Line:
         re.search(expected.match, said.removeprefix(f"job {row.name}: ")) is not None
         and not trained
     )
-    return line(row, strategy, right, ("trained, then " if trained else "") + f"refused: {said}")
+    return make_line(
+        row, strategy, right, ("trained, then " if trained else "") + f"refused: {said}"
+    )
 
 
 def test_zoo_is_large_with_unique_names() -> None:
@@ -183,9 +187,13 @@ def test_zoo_is_large_with_unique_names() -> None:
 
 
 def test_zoo_sample_covers_rows_and_strategies() -> None:
-    assert {row.name for row, _ in covering()} == {row.name for row in ALL_ROWS}
+    assert {row.name for row, _ in select_covering_cells()} == {row.name for row in ALL_ROWS}
     every = {*STRATEGIES, SERVERS, SPATIAL}
-    assert {strategy for _, strategy in covering()} == {strategy for _, strategy in part()} == every
+    assert (
+        {strategy for _, strategy in select_covering_cells()}
+        == {strategy for _, strategy in select_part()}
+        == every
+    )
 
 
 HAD = (

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from all_rows import LIBRARY_WARNINGS, ROWS, STEPS, job
+from all_rows import LIBRARY_WARNINGS, ROWS, STEPS, build_job
 from first_step_assertions import assert_proved
 from zoo_rows import IN_PARTS, Row
 
@@ -22,12 +22,12 @@ pytestmark = [pytest.mark.zoo, *LIBRARY_WARNINGS]
 
 
 @pytest.mark.table
-@pytest.mark.usefixtures("warm")
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize(
     "row", [pytest.param(row, id=row.name) for row in ROWS if set(IN_PARTS) & set(row.equal)]
 )
 def test_model_is_equal_at_every_cut_point(row: Row, tmp_path: Path) -> None:
-    made = job(row)
+    made = build_job(row)
     model = made.build_model()
     inputs, _ = separate_target(
         convert_batch(

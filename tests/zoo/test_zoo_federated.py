@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from all_rows import LIBRARY_WARNINGS, ROWS
-from zoo_libraries import missing
+from zoo_libraries import find_missing
 
 import paragrad as pg
 from paragrad.engine.state.values import is_same_value
@@ -38,7 +38,7 @@ NAMES = (
 CLIENTS = [row for row in ROWS if row.name in NAMES]
 
 
-@pytest.mark.usefixtures("warm")
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize(
     "row",
     [
@@ -47,7 +47,7 @@ CLIENTS = [row for row in ROWS if row.name in NAMES]
     ],
 )
 def test_federated_on_one_worker_equals_two(row: object, tmp_path: Path) -> None:
-    if absent := missing(*row.needs):  # type: ignore[attr-defined]
+    if absent := find_missing(*row.needs):  # type: ignore[attr-defined]
         pytest.skip(f"{', '.join(absent)} is not installed (make zoo)")
     made = row.job().replace(epochs=1, test=None, metric=None, dtype=torch.float64)
     found = []

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from all_rows import LIBRARY_WARNINGS, ROWS, STEPS, job
+from all_rows import LIBRARY_WARNINGS, ROWS, STEPS, build_job
 from equality_table import JOBS
 from equality_table import ROWS as LAYOUTS
 from first_step_assertions import DTYPES, SEEDS, assert_proved
@@ -86,7 +86,7 @@ CELLS = [(row, dtype) for row in RIGHT for dtype in DTYPES if (row.name, dtype) 
 SAMPLE = CELLS[::7]  # rows of every file, with each dtype in turn
 
 
-def under(row: Row, seed: int) -> str:
+def choose_strategy(row: Row, seed: int) -> str:
     """Return a strategy for a row and a seed; strategies take turns, and each row begins elsewhere.
 
     A row that equals serial under fewer strategies (the zoo gives the reason) uses only these.
@@ -95,27 +95,29 @@ def under(row: Row, seed: int) -> str:
     return known[(RIGHT.index(row) + seed) % len(known)]
 
 
-def named(cells: list[tuple[Row, torch.dtype]]) -> list[object]:
+def name_cells(cells: list[tuple[Row, torch.dtype]]) -> list[object]:
     return [pytest.param(*cell, id=f"{cell[0].name}, {cell[1]}") for cell in cells]
 
 
 @pytest.mark.table
-@pytest.mark.usefixtures("warm")
-@pytest.mark.parametrize(("row", "dtype"), named(CELLS))
+@pytest.mark.usefixtures("warm_ranks")
+@pytest.mark.parametrize(("row", "dtype"), name_cells(CELLS))
 def test_first_step_check_passes(row: Row, dtype: torch.dtype, tmp_path: Path) -> None:
     for seed in SEEDS:
-        assert_proved(job(row), under(row, seed), seed, dtype, tmp_path, limit=STEPS)
+        assert_proved(
+            build_job(row), choose_strategy(row, seed), seed, dtype, tmp_path, limit=STEPS
+        )
 
 
-@pytest.mark.usefixtures("warm")
-@pytest.mark.parametrize(("row", "dtype"), named(SAMPLE))
+@pytest.mark.usefixtures("warm_ranks")
+@pytest.mark.parametrize(("row", "dtype"), name_cells(SAMPLE))
 def test_first_step_check_passes_brief(row: Row, dtype: torch.dtype, tmp_path: Path) -> None:
     """Each row is checked with one seed; the seeds take turns."""
     seed = (RIGHT.index(row) + 1) % len(SEEDS)
-    assert_proved(job(row), under(row, seed), seed, dtype, tmp_path, limit=STEPS)
+    assert_proved(build_job(row), choose_strategy(row, seed), seed, dtype, tmp_path, limit=STEPS)
 
 
-@pytest.mark.usefixtures("warm")
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize(("name", "dtype"), CANNOT)
 def test_unsupported_dtype_has_a_reason(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """A dtype that the table leaves out fails on one worker, too, not only under a strategy.
@@ -123,20 +125,20 @@ def test_unsupported_dtype_has_a_reason(name: str, dtype: torch.dtype, tmp_path:
     So the table leaves out nothing for another reason.
     """
     (row,) = (row for row in RIGHT if row.name == name)
-    for strategy in ("serial", under(row, 0)):
+    for strategy in ("serial", choose_strategy(row, 0)):
         with pytest.raises((pg.Refused, pg.RankFailed), match=CANNOT[name, dtype]):
-            pg.train(job(row).replace(dtype=dtype), strategy, runs=tmp_path, limit=1)
+            pg.train(build_job(row).replace(dtype=dtype), strategy, runs=tmp_path, limit=1)
 
 
 def test_enough_jobs_under_every_strategy() -> None:
     assert sorted(row.name for row in RIGHT) == sorted(NAMES)
     assert all(isinstance(row.expected, Equal) for row in RIGHT)
     assert len({*NAMES, *JOBS}) >= 40
-    assert {under(row, seed) for row in RIGHT for seed in SEEDS} == set(UNDER)
+    assert {choose_strategy(row, seed) for row in RIGHT for seed in SEEDS} == set(UNDER)
     assert {dtype for _, dtype in SAMPLE} == set(DTYPES)
 
 
-def trained() -> list[object]:
+def list_trained_cells() -> list[object]:
     """Return every row with one strategy in turn; in the table, with all that divide the model."""
     cells = []
     for place, row in enumerate(ROWS):
@@ -155,12 +157,12 @@ def trained() -> list[object]:
     return cells
 
 
-@pytest.mark.usefixtures("warm")
-@pytest.mark.parametrize(("row", "strategy"), trained())
+@pytest.mark.usefixtures("warm_ranks")
+@pytest.mark.parametrize(("row", "strategy"), list_trained_cells())
 def test_every_equal_row_is_trained(row: Row, strategy: str, tmp_path: Path) -> None:
     """Rows that `verify` finds equal also pass the first-step check, which `verify` does not run.
 
     The check inspects the model, restores it, and judges by rounding.
     """
-    made = job(row)
+    made = build_job(row)
     assert_proved(made, strategy, made.seed, made.dtype, tmp_path, limit=STEPS)

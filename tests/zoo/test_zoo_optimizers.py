@@ -7,14 +7,14 @@ import pytest
 import torch
 from all_rows import LIBRARY_WARNINGS
 from optimizer_jobs import FAILING, KINDS, LIBRARY, OF_TORCH
-from zoo_libraries import foreign, missing
+from zoo_libraries import find_missing, foreign
 
 pytestmark = [pytest.mark.zoo, *LIBRARY_WARNINGS]
 
 
 @pytest.fixture(autouse=True)
-def library() -> None:
-    if missing(LIBRARY):
+def require_library() -> None:
+    if find_missing(LIBRARY):
         pytest.skip(f"{LIBRARY} is not installed (make zoo)")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from all_rows import LIBRARY_WARNINGS, ROWS, job
+from all_rows import LIBRARY_WARNINGS, ROWS, build_job
 from zoo_rows import Row
 
 from paragrad.datasets.loading import separate_target
@@ -34,7 +34,7 @@ EXCEPTIONS: dict[str, str] = {}
 )
 def test_serial_is_the_plain_loop(row: Row, dtype: torch.dtype) -> None:
     """20 steps from the same start, with the same batches and the same keyed draws."""
-    made = job(row).replace(dtype=dtype)
+    made = build_job(row).replace(dtype=dtype)
     if not hasattr(made.train, "__len__") and not callable(made.train):
         pytest.skip("every strategy refuses a dataset without a length")
     dataset = open_dataset(made.train, None)

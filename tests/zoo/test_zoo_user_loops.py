@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from user_loops import LOOPS, NEEDS
-from zoo_libraries import missing
+from zoo_libraries import find_missing
 from zoo_rows import BOUND
 
 pytestmark = pytest.mark.zoo
@@ -24,7 +24,7 @@ FLOAT32_BOUND = 1e-6
 SAMPLE = ("samples dropped in the loop", "gan")
 
 
-def ran(*words: str) -> None:
+def run_python(*words: str) -> None:
     done = subprocess.run(
         [sys.executable, *words],
         capture_output=True,
@@ -45,10 +45,10 @@ def ran(*words: str) -> None:
     [pytest.param(name, marks=[] if name in SAMPLE else pytest.mark.table) for name in LOOPS],
 )
 def test_user_loop_on_two_workers_equals_one(name: str, tmp_path: Path) -> None:
-    if absent := missing(*NEEDS.get(name, ())):
+    if absent := find_missing(*NEEDS.get(name, ())):
         pytest.skip(f"{', '.join(absent)} is not installed (make zoo)")
-    ran(str(SCRIPT), name, str(tmp_path / "one"))
-    ran(*TORCHRUN, str(SCRIPT), name, str(tmp_path / "two"))
+    run_python(str(SCRIPT), name, str(tmp_path / "one"))
+    run_python(*TORCHRUN, str(SCRIPT), name, str(tmp_path / "two"))
     alone = torch.load(tmp_path / "one-0")
     for rank in range(2):
         state = torch.load(tmp_path / f"two-{rank}")

@@ -10,7 +10,18 @@ from typing import Any
 
 from torch import nn
 from zoo_libraries import foreign
-from zoo_rows import IMAGES, IN_PARTS, WHOLE_BATCHES, Equal, Refused, Row, in_parts, row, sgd, slow
+from zoo_rows import (
+    IMAGES,
+    IN_PARTS,
+    WHOLE_BATCHES,
+    Equal,
+    Refused,
+    Row,
+    expect_refusal_in_parts,
+    make_row,
+    make_sgd,
+    make_slow_sgd,
+)
 
 VIT = {
     "img_size": 32,
@@ -26,7 +37,7 @@ CHAOTIC = (
 )
 
 
-def built(place: str, *words: Any, **settings: Any) -> Callable[[], nn.Module]:
+def make_builder(place: str, *words: Any, **settings: Any) -> Callable[[], nn.Module]:
     """Return a function that builds timm.models.<place>(...).
 
     An example of `place` is "vision_transformer.VisionTransformer".
@@ -39,7 +50,7 @@ def built(place: str, *words: Any, **settings: Any) -> Callable[[], nn.Module]:
     return build
 
 
-def created(name: str, **settings: Any) -> Callable[[], nn.Module]:
+def make_builder_by_name(name: str, **settings: Any) -> Callable[[], nn.Module]:
     """Return a function that calls timm.create_model(name).
 
     The test_* models are timm's own small ones.
@@ -47,7 +58,7 @@ def created(name: str, **settings: Any) -> Callable[[], nn.Module]:
     return lambda: foreign("timm").create_model(name, num_classes=4, **settings)
 
 
-def resnet(**settings: Any) -> Callable[[], nn.Module]:
+def make_resnet_builder(**settings: Any) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         module = foreign("timm.models.resnet")
         return module.ResNet(
@@ -62,7 +73,7 @@ def resnet(**settings: Any) -> Callable[[], nn.Module]:
     return build
 
 
-def resnet_with_norm_act(**settings: Any) -> Callable[[], nn.Module]:
+def make_norm_act_builder(**settings: Any) -> Callable[[], nn.Module]:
     """Return a function that builds a stem and a block.
 
     Their batch norms contain the activations, as those of EfficientNet and RegNet do.
@@ -83,7 +94,7 @@ def resnet_with_norm_act(**settings: Any) -> Callable[[], nn.Module]:
     return build
 
 
-def pictures(
+def make_picture_row(
     name: str,
     model: Callable[[], nn.Module],
     story: str,
@@ -91,31 +102,31 @@ def pictures(
     data: Any = IMAGES,
     **changes: Any,
 ) -> Row:
-    return row(
+    return make_row(
         name,
         model,
         data,
         Equal(twin),
         story,
         ("timm", "torchvision"),
-        **{"optimizer": slow if twin else sgd, **changes},
+        **{"optimizer": make_slow_sgd if twin else make_sgd, **changes},
     )
 
 
 ROWS = (
-    pictures(
+    make_picture_row(
         "timm vit",
-        built("vision_transformer.VisionTransformer", **VIT),
+        make_builder("vision_transformer.VisionTransformer", **VIT),
         "nothing random in it by default",
     ),
-    pictures(
+    make_picture_row(
         "timm vit, DropPath",
-        built("vision_transformer.VisionTransformer", **VIT, drop_path_rate=0.3),
+        make_builder("vision_transformer.VisionTransformer", **VIT, drop_path_rate=0.3),
         "DropPath draws one number per sample by bernoulli_: every rank drew its own",
     ),
-    pictures(
+    make_picture_row(
         "timm vit, every dropout",
-        built(
+        make_builder(
             "vision_transformer.VisionTransformer",
             **VIT,
             drop_rate=0.1,
@@ -126,57 +137,59 @@ ROWS = (
         ),
         "dropout of positions, attention, projection, path",
     ),
-    pictures(
+    make_picture_row(
         "timm vit, dropped patches",
-        built("vision_transformer.VisionTransformer", **VIT, patch_drop_rate=0.5),
+        make_builder("vision_transformer.VisionTransformer", **VIT, patch_drop_rate=0.5),
         "PatchDropout: which patches stay is an argsort of randn, per sample",
     ),
-    pictures(
+    make_picture_row(
         "timm BatchNormAct2d",
-        resnet_with_norm_act(),
+        make_norm_act_builder(),
         "a batch norm with a forward of its own lost its activation: 2.5 at step 0",
     ),
-    pictures(
+    make_picture_row(
         "timm BatchNormAct2d, SiLU",
-        resnet_with_norm_act(act_layer="silu"),
+        make_norm_act_builder(act_layer="silu"),
         "the same with another activation",
     ),
-    pictures("timm resnet", resnet(), "plain BatchNorm2d", CHAOTIC, WHOLE_BATCHES),
-    pictures(
+    make_picture_row(
+        "timm resnet", make_resnet_builder(), "plain BatchNorm2d", CHAOTIC, WHOLE_BATCHES
+    ),
+    make_picture_row(
         "timm resnet, DropPath",
-        resnet(drop_path_rate=0.2),
+        make_resnet_builder(drop_path_rate=0.2),
         "a mask of whole samples",
         CHAOTIC,
         WHOLE_BATCHES,
     ),
-    row(
+    make_row(
         "timm resnet, DropBlock",
-        resnet(drop_block_rate=0.2),
+        make_resnet_builder(drop_block_rate=0.2),
         WHOLE_BATCHES,
         Refused("not one worker's training"),
         "its mask is divided by what is left of it over the whole batch",
         ("timm",),
-        optimizer=slow,
+        optimizer=make_slow_sgd,
         # with batch norm, serial has the same number of micro-batches
         but=dict.fromkeys(IN_PARTS, Equal(CHAOTIC)),
     ),
-    pictures(
+    make_picture_row(
         "timm efficientnet",
-        created("test_efficientnet"),
+        make_builder_by_name("test_efficientnet"),
         "BatchNormAct2d, SiLU, DropPath",
         CHAOTIC,
         WHOLE_BATCHES,
     ),
-    pictures(
+    make_picture_row(
         "timm efficientnet, DropPath",
-        created("test_efficientnet", drop_rate=0.2, drop_path_rate=0.2),
+        make_builder_by_name("test_efficientnet", drop_rate=0.2, drop_path_rate=0.2),
         "all of it",
         CHAOTIC,
         WHOLE_BATCHES,
     ),
-    pictures(
+    make_picture_row(
         "timm convnext, DropPath",
-        built(
+        make_builder(
             "convnext.ConvNeXt",
             depths=(1, 1, 1, 1),
             dims=(8, 8, 16, 16),
@@ -185,9 +198,9 @@ ROWS = (
         ),
         "layer scale of 1e-6: gradients of very different sizes",
     ),
-    pictures(
+    make_picture_row(
         "timm mixer",
-        built(
+        make_builder(
             "mlp_mixer.MlpMixer",
             num_classes=4,
             img_size=32,
@@ -197,17 +210,19 @@ ROWS = (
         ),
         "mixes patches, not samples",
     ),
-    pictures(
+    make_picture_row(
         "timm nfnet",
-        created("test_nfnet"),
+        make_builder_by_name("test_nfnet"),
         "weights standardised in every forward",
         "it has learnt all by step 41: its gradients are 1e-7 of the first ones, mostly rounding",
-        optimizer=sgd,
-        but=in_parts("batch norms inside of samples or weights, .* train it with data"),
+        optimizer=make_sgd,
+        but=expect_refusal_in_parts(
+            "batch norms inside of samples or weights, .* train it with data"
+        ),
     ),
-    pictures(
+    make_picture_row(
         "timm mambaout, DropPath",
-        created("test_mambaout", drop_path_rate=0.1),
+        make_builder_by_name("test_mambaout", drop_path_rate=0.1),
         "gated convolutions",
     ),
 )

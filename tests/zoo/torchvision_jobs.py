@@ -18,27 +18,27 @@ from zoo_rows import (
     Equal,
     Refused,
     Row,
-    numbers,
-    row,
-    sgd,
-    slow,
-    whole,
+    draw_integers,
+    draw_numbers,
+    make_row,
+    make_sgd,
+    make_slow_sgd,
 )
 
-MASKS = TensorDataset(numbers(30, 3, 32, 32, seed=3), whole(4, 30, 32, 32, seed=8))
+MASKS = TensorDataset(draw_numbers(30, 3, 32, 32, seed=3), draw_integers(4, 30, 32, 32, seed=8))
 CHAOTIC = (
     "batch norm over few values: torch against itself in another order of samples differs by as "
     "much"
 )
 
 
-def models(name: str = "") -> Any:
+def import_models(name: str = "") -> Any:
     return foreign(f"torchvision.models{name}")
 
 
-def resnet(layers: int) -> Any:
+def make_resnet(layers: int) -> Any:
     """Return the first stages of ResNet-18."""
-    module = models(".resnet")
+    module = import_models(".resnet")
     model = module.ResNet(module.BasicBlock, [1] * layers + [1] * (4 - layers), num_classes=4)
     for number in range(layers + 1, 5):
         setattr(model, f"layer{number}", nn.Identity())
@@ -46,13 +46,13 @@ def resnet(layers: int) -> Any:
     return model
 
 
-def resnet_of_two_stages() -> nn.Module:
-    return resnet(2)
+def make_two_stage_resnet() -> nn.Module:
+    return make_resnet(2)
 
 
-def resnet18() -> nn.Module:
+def make_resnet18() -> nn.Module:
     """Return ResNet-18 with an eighth of the channels after its stem."""
-    module = models(".resnet")
+    module = import_models(".resnet")
 
     class Narrow(module.ResNet):  # type: ignore[misc, name-defined]
         def _make_layer(self, block: Any, planes: int, *words: Any, **settings: Any) -> nn.Module:
@@ -63,14 +63,14 @@ def resnet18() -> nn.Module:
     return model
 
 
-def vgg() -> nn.Module:
+def make_vgg() -> nn.Module:
     """Return VGG with few channels.
 
     Its classifier of 100 million parameters is replaced, and never allocated.
     """
     import torch
 
-    module = models(".vgg")
+    module = import_models(".vgg")
     with torch.device("meta"):
         model = module.VGG(nn.Identity(), init_weights=False)
     model.features = module.make_layers([4, "M", 8, "M"], batch_norm=True)
@@ -80,25 +80,25 @@ def vgg() -> nn.Module:
     return model
 
 
-def mobilenet() -> nn.Module:
-    return models().MobileNetV2(
+def make_mobilenet() -> nn.Module:
+    return import_models().MobileNetV2(
         num_classes=4, width_mult=0.25, inverted_residual_setting=[[1, 16, 1, 1], [6, 24, 2, 2]]
     )
 
 
-def shufflenet() -> nn.Module:
-    return models().ShuffleNetV2([1, 1, 1], [8, 16, 16, 16, 32], num_classes=4)
+def make_shufflenet() -> nn.Module:
+    return import_models().ShuffleNetV2([1, 1, 1], [8, 16, 16, 16, 32], num_classes=4)
 
 
-def densenet() -> nn.Module:
-    return models().DenseNet(
+def make_densenet() -> nn.Module:
+    return import_models().DenseNet(
         growth_rate=4, block_config=(2, 2), num_init_features=8, num_classes=4, drop_rate=0.1
     )
 
 
-def recomputing_densenet() -> nn.Module:
+def make_recomputing_densenet() -> nn.Module:
     """Return DenseNet with memory_efficient=True, which uses checkpoint(use_reentrant=False)."""
-    return models().DenseNet(
+    return import_models().DenseNet(
         growth_rate=4,
         block_config=(2, 2),
         num_init_features=8,
@@ -108,9 +108,9 @@ def recomputing_densenet() -> nn.Module:
     )
 
 
-def swin() -> nn.Module:
+def make_swin() -> nn.Module:
     """Return a Swin transformer, with shifted windows and stochastic depth."""
-    return models().SwinTransformer(
+    return import_models().SwinTransformer(
         patch_size=[4, 4],
         embed_dim=8,
         depths=[2, 2],
@@ -121,9 +121,9 @@ def swin() -> nn.Module:
     )
 
 
-def vit() -> nn.Module:
+def make_vit() -> nn.Module:
     """Return a ViT, which uses nn.MultiheadAttention with dropout."""
-    return models().VisionTransformer(
+    return import_models().VisionTransformer(
         image_size=32,
         patch_size=8,
         num_layers=2,
@@ -136,25 +136,28 @@ def vit() -> nn.Module:
     )
 
 
-def googlenet() -> nn.Module:
+def make_googlenet() -> nn.Module:
     """Return GoogLeNet with auxiliary heads, so it has other outputs in training than in eval mode.
 
     Blocks of one convolution replace its inception blocks.
     """
-    module = models(".googlenet")
+    module = import_models(".googlenet")
 
-    def thin(channels: int, *widths: int) -> nn.Module:
+    def make_thin_block(channels: int, *widths: int) -> nn.Module:
         # 1x1, 3x3, 5x5 and the convolution after the pool
         out = widths[0] + widths[2] + widths[4] + widths[5]
         return module.BasicConv2d(channels, out, kernel_size=1, groups=16)
 
-    def head(channels: int, classes: int, dropout: float) -> nn.Module:
+    def make_head(channels: int, classes: int, dropout: float) -> nn.Module:
         return nn.Sequential(
             nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(dropout), nn.Linear(channels, classes)
         )
 
     return module.GoogLeNet(
-        num_classes=4, aux_logits=True, init_weights=False, blocks=[module.BasicConv2d, thin, head]
+        num_classes=4,
+        aux_logits=True,
+        init_weights=False,
+        blocks=[module.BasicConv2d, make_thin_block, make_head],
     )
 
 
@@ -173,20 +176,22 @@ class SmallInception(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         early = self.stem(x)
-        hidden = functional.relu(sum_of([branch(early) for branch in self.branches]))
+        hidden = functional.relu(join_branches([branch(early) for branch in self.branches]))
         output = self.out(hidden.mean((2, 3)))
         if not self.training:
             return output
-        return models(".inception").InceptionOutputs(output, self.auxiliary(early.mean((2, 3))))
+        return import_models(".inception").InceptionOutputs(
+            output, self.auxiliary(early.mean((2, 3)))
+        )
 
 
-def sum_of(parts: list[Tensor]) -> Tensor:
+def join_branches(parts: list[Tensor]) -> Tensor:
     return functional.pad(parts[0], (0, 0, 0, 0, 0, 4)) + functional.pad(
         parts[1], (0, 0, 0, 0, 4, 0)
     )
 
 
-def with_heads(output: Any, target: Tensor) -> Tensor:
+def compute_loss_with_heads(output: Any, target: Tensor) -> Tensor:
     """Return the loss of torchvision's training script for Inception models."""
     if isinstance(output, Tensor):
         return functional.cross_entropy(output, target)
@@ -196,23 +201,23 @@ def with_heads(output: Any, target: Tensor) -> Tensor:
     )
 
 
-def in_training(output: Any, target: Tensor) -> Tensor:
+def compute_training_loss(output: Any, target: Tensor) -> Tensor:
     """Return a similar loss of a user who does not know the outputs of eval mode."""
     return functional.cross_entropy(output.logits, target) + 0.4 * functional.cross_entropy(
         output.aux_logits, target
     )
 
 
-def segmentation() -> nn.Module:
+def make_segmentation_model() -> nn.Module:
     """Return FCN with its auxiliary head, on the first stages of a ResNet."""
-    module = models(".segmentation.fcn")
-    backbone = models("._utils").IntermediateLayerGetter(
-        resnet(2), {"layer2": "out", "layer1": "aux"}
+    module = import_models(".segmentation.fcn")
+    backbone = import_models("._utils").IntermediateLayerGetter(
+        make_resnet(2), {"layer2": "out", "layer1": "aux"}
     )
     return module.FCN(backbone, module.FCNHead(128, 4), module.FCNHead(64, 4))
 
 
-def of_both(output: dict[str, Tensor], target: Tensor) -> Tensor:
+def compute_loss_of_both(output: dict[str, Tensor], target: Tensor) -> Tensor:
     """Return the loss of torchvision's reference script for segmentation."""
     losses = {
         name: functional.cross_entropy(each, target, ignore_index=255)
@@ -221,7 +226,7 @@ def of_both(output: dict[str, Tensor], target: Tensor) -> Tensor:
     return losses["out"] + 0.5 * losses["aux"] if "aux" in losses else losses["out"]
 
 
-def pictures(
+def make_picture_row(
     name: str,
     model: Callable[[], nn.Module],
     story: str,
@@ -229,27 +234,27 @@ def pictures(
     data: Any = IMAGES,
     **changes: Any,
 ) -> Row:
-    return row(
+    return make_row(
         name,
         model,
         data,
         Equal(twin),
         story,
         ("torchvision",),
-        **{"optimizer": slow if twin else sgd, **changes},
+        **{"optimizer": make_slow_sgd if twin else make_sgd, **changes},
     )
 
 
 ROWS = (
-    pictures("resnet of two stages", resnet_of_two_stages, "batch norm", CHAOTIC),
-    pictures("resnet18", resnet18, "features of 1 x 1", CHAOTIC, WHOLE_BATCHES),
-    pictures(
+    make_picture_row("resnet of two stages", make_two_stage_resnet, "batch norm", CHAOTIC),
+    make_picture_row("resnet18", make_resnet18, "features of 1 x 1", CHAOTIC, WHOLE_BATCHES),
+    make_picture_row(
         "resnet18, last batch of 2",
-        resnet18,
+        make_resnet18,
         "22 where plain torch against itself reversed has 2.6",
         CHAOTIC,
         data=Subset(IMAGES, range(26)),
-        optimizer=sgd,
+        optimizer=make_sgd,
         under=WITHOUT_MICRO,
         but={
             PIPELINE: Refused(
@@ -258,13 +263,13 @@ ROWS = (
             )
         },
     ),
-    pictures("vgg with batch norm", vgg, "dropout 0.5 twice", CHAOTIC),
-    pictures("mobilenet", mobilenet, "depthwise convolutions", CHAOTIC),
-    pictures("shufflenet", shufflenet, "shuffles channels", CHAOTIC, WHOLE_BATCHES),
-    pictures("densenet", densenet, "dropout, batch norm before convolution", CHAOTIC),
-    pictures(
+    make_picture_row("vgg with batch norm", make_vgg, "dropout 0.5 twice", CHAOTIC),
+    make_picture_row("mobilenet", make_mobilenet, "depthwise convolutions", CHAOTIC),
+    make_picture_row("shufflenet", make_shufflenet, "shuffles channels", CHAOTIC, WHOLE_BATCHES),
+    make_picture_row("densenet", make_densenet, "dropout, batch norm before convolution", CHAOTIC),
+    make_picture_row(
         "densenet, recomputed",
-        recomputing_densenet,
+        make_recomputing_densenet,
         "checkpoint by its own option",
         CHAOTIC,
         but=dict.fromkeys(
@@ -276,36 +281,36 @@ ROWS = (
             ),
         ),
     ),
-    pictures("swin", swin, "StochasticDepth draws per sample by bernoulli_"),
-    pictures("vit of torchvision", vit, "nn.MultiheadAttention's dropout"),
-    pictures(
+    make_picture_row("swin", make_swin, "StochasticDepth draws per sample by bernoulli_"),
+    make_picture_row("vit of torchvision", make_vit, "nn.MultiheadAttention's dropout"),
+    make_picture_row(
         "googlenet",
-        googlenet,
+        make_googlenet,
         "auxiliary heads in training: the door asked in eval mode alone, and crashed",
         CHAOTIC,
         WHOLE_BATCHES,
-        loss=with_heads,
+        loss=compute_loss_with_heads,
     ),
-    pictures(
+    make_picture_row(
         "small inception",
         SmallInception,
         "a named tuple in training, a tensor in eval mode",
         CHAOTIC,
-        loss=with_heads,
+        loss=compute_loss_with_heads,
     ),
-    pictures(
+    make_picture_row(
         "small inception, its loss for training",
         SmallInception,
         "the door tried the loss in eval mode: AttributeError",
         CHAOTIC,
-        loss=in_training,
+        loss=compute_training_loss,
     ),
-    pictures(
+    make_picture_row(
         "segmentation with its auxiliary head",
-        segmentation,
+        make_segmentation_model,
         "a sum of two means: no single divisor",
         CHAOTIC,
         data=MASKS,
-        loss=of_both,
+        loss=compute_loss_of_both,
     ),
 )

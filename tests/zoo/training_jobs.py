@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from equality_table import mlp
+from equality_table import make_mlp
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import lr_scheduler
@@ -24,11 +24,11 @@ from zoo_rows import (
     Equal,
     Row,
     Sentences,
-    in_parts,
-    numbers,
-    padded,
-    row,
-    whole,
+    collate_sentences,
+    draw_integers,
+    draw_numbers,
+    expect_refusal_in_parts,
+    make_row,
 )
 
 from paragrad.datasets.sample_order import SampleOrder
@@ -41,36 +41,36 @@ RARE = TensorDataset(
 # first twenty steps do not see these batches
 LATE = set(SampleOrder(300, 12, 5).get_indices(0, range(240, 276))[::3])
 IGNORED_LATE = TensorDataset(
-    numbers(300, 10, seed=1),
+    draw_numbers(300, 10, seed=1),
     torch.tensor([-100 if index in LATE else index % 4 for index in range(300)]),
 )
 MOSTLY_IGNORED = TensorDataset(
     VECTORS.tensors[0], torch.where(torch.arange(29) % 4 == 0, VECTORS.tensors[1], -100)
 )
 WEIGHED = TensorDataset(
-    numbers(29, 10, seed=1),
-    torch.stack([whole(4, 29, seed=2).float(), numbers(29, seed=3).exp()], 1),
+    draw_numbers(29, 10, seed=1),
+    torch.stack([draw_integers(4, 29, seed=2).float(), draw_numbers(29, seed=3).exp()], 1),
 )
-LEVELS = TensorDataset(numbers(29, 10, seed=1), numbers(29, seed=9))
+LEVELS = TensorDataset(draw_numbers(29, 10, seed=1), draw_numbers(29, seed=9))
 SPELLED = TensorDataset(
-    numbers(29, 12, 10, seed=1),
-    torch.cat([1 + whole(5, 29, 4, seed=2), 1 + whole(4, 29, 1, seed=3)], 1),
+    draw_numbers(29, 12, 10, seed=1),
+    torch.cat([1 + draw_integers(5, 29, 4, seed=2), 1 + draw_integers(4, 29, 1, seed=3)], 1),
 )
 
 
-def own_mean(output: Tensor, target: Tensor) -> Tensor:
+def compute_own_mean(output: Tensor, target: Tensor) -> Tensor:
     """Return a mean that the user computes without a loss of torch."""
     return (output - functional.one_hot(target, 4)).square().sum(1).mean()
 
 
-def weighted(output: Tensor, target: Tensor) -> Tensor:
+def compute_weighted_loss(output: Tensor, target: Tensor) -> Tensor:
     """Return a mean over samples, in which every sample has its own weight."""
     return (
         functional.cross_entropy(output, target[:, 0].long(), reduction="none") * target[:, 1]
     ).mean()
 
 
-def weighted_mean(output: Tensor, target: Tensor) -> Tensor:
+def compute_weighted_mean(output: Tensor, target: Tensor) -> Tensor:
     """Return a weighted sum divided by the sum of the weights.
 
     So the weight of this mean is neither a number of samples nor of tokens.
@@ -80,13 +80,13 @@ def weighted_mean(output: Tensor, target: Tensor) -> Tensor:
     ).sum() / target[:, 1].sum()
 
 
-def masked_mean(output: Tensor, target: Tensor) -> Tensor:
+def compute_masked_mean(output: Tensor, target: Tensor) -> Tensor:
     """Return a mean that leaves out targets of -100 by the user's own code."""
     kept = target != -100
     return (functional.cross_entropy(output, target, reduction="none") * kept).sum() / kept.sum()
 
 
-def spelled(output: Tensor, target: Tensor) -> Tensor:
+def compute_ctc_loss(output: Tensor, target: Tensor) -> Tensor:
     """Return the loss of connectionist temporal classification (CTC).
 
     Its inputs are sequence first, and its mean divides twice: by lengths, then by samples.
@@ -107,11 +107,11 @@ class Per(nn.Module):
         return self.out(x)
 
 
-def soft(output: Tensor, target: Tensor) -> Tensor:
+def compute_divergence(output: Tensor, target: Tensor) -> Tensor:
     return functional.kl_div(output.log_softmax(1), target, reduction="batchmean")
 
 
-def dropping(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def collate_without_some(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Collate a batch without some samples, as users leave out samples with broken files."""
     kept = [sample for sample in samples if sample[0][0] < 0.7]
     if not kept:
@@ -119,7 +119,7 @@ def dropping(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return default_collate(kept)  # type: ignore[return-value]
 
 
-def mixed_up(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def collate_with_mixup(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Collate with mixup: each sample is mixed with another one of its batch."""
     x, target = default_collate(samples)
     labels = functional.one_hot(target, 4).to(x.dtype)
@@ -128,7 +128,7 @@ def mixed_up(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return part * x + (1 - part) * x[order], part * labels + (1 - part) * labels[order]
 
 
-def cut_and_mixed(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def collate_with_cutmix(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Collate with CutMix: a square of each image comes from another one of its batch."""
     x, target = default_collate(samples)
     labels = functional.one_hot(target, 4).to(x.dtype)
@@ -138,14 +138,14 @@ def cut_and_mixed(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]
     return x, 0.75 * labels + 0.25 * labels[order]
 
 
-def half_hidden(samples: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
+def collate_with_masking(samples: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
     """Collate with a user's own masking, padded to the number of positions of the model."""
-    tokens = functional.pad(padded(samples)["input_ids"], (0, 9))[:, :8] % 20
+    tokens = functional.pad(collate_sentences(samples)["input_ids"], (0, 9))[:, :8] % 20
     hidden = (torch.rand(tokens.shape) < 0.3) & (tokens > 0)
     return tokens.masked_fill(hidden, 1), tokens.masked_fill(~hidden, -100)
 
 
-def centred(parameters: Any) -> torch.optim.Optimizer:
+def make_centred_sgd(parameters: Any) -> torch.optim.Optimizer:
     """Return SGD with a hook that needs whole gradients (gradient centralisation)."""
     optimizer = torch.optim.SGD(parameters, lr=0.05)
 
@@ -191,7 +191,7 @@ class Lars(torch.optim.Optimizer):
                 )
 
 
-def by(name: str, **settings: Any) -> Callable[[Any], torch.optim.Optimizer]:
+def make_optimizer_builder(name: str, **settings: Any) -> Callable[[Any], torch.optim.Optimizer]:
     """Return a function that builds an optimizer of torch or of another library.
 
     An example of the latter is "schedulefree.AdamWScheduleFree".
@@ -204,16 +204,16 @@ def by(name: str, **settings: Any) -> Callable[[Any], torch.optim.Optimizer]:
     return build
 
 
-def without_biases() -> nn.Module:
+def make_mlp_without_biases() -> nn.Module:
     return nn.Sequential(nn.Linear(10, 16, bias=False), nn.Tanh(), nn.Linear(16, 4, bias=False))
 
 
-def one_thing(
+def make_training_row(
     name: str, story: str, twin: str = "", needs: tuple[str, ...] = (), **changes: Any
 ) -> Row:
-    return row(
+    return make_row(
         name,
-        changes.pop("model", mlp),
+        changes.pop("model", make_mlp),
         changes.pop("data", VECTORS),
         Equal(twin),
         story,
@@ -222,106 +222,116 @@ def one_thing(
     )
 
 
-def trained_mode(parameters: Any) -> torch.optim.Optimizer:
+def make_schedule_free_adamw(parameters: Any) -> torch.optim.Optimizer:
     """Return schedule-free AdamW in train mode, which it needs before the first step."""
-    optimizer = by("schedulefree.AdamWScheduleFree", lr=0.01, warmup_steps=2)(parameters)
+    optimizer = make_optimizer_builder("schedulefree.AdamWScheduleFree", lr=0.01, warmup_steps=2)(
+        parameters
+    )
     optimizer.train()  # type: ignore[attr-defined]
     return optimizer
 
 
 PIECES = "an optimizer that wants whole tensors was given pieces"
 ROWS: tuple[Row, ...] = (
-    one_thing(
+    make_training_row(
         "rare ignored targets in a function",
         "verify said yes, and the parameters were 22 % off",
         data=RARE,
         loss=lambda output, target: functional.cross_entropy(output, target),
     ),
-    one_thing(
+    make_training_row(
         "ignored targets that come late",
         "nothing that was looked at had any",
         data=IGNORED_LATE,
         loss=lambda output, target: functional.cross_entropy(output, target),
     ),
-    one_thing(
+    make_training_row(
         "most targets ignored in a function",
         "shares without a label",
         data=MOSTLY_IGNORED,
         seed=1,
         loss=lambda output, target: functional.cross_entropy(output, target),
     ),
-    one_thing(
+    make_training_row(
         "-100 by hand",
         "a sum divided by a tensor of this batch",
         data=MOSTLY_IGNORED,
         seed=1,
-        loss=masked_mean,
+        loss=compute_masked_mean,
     ),
-    one_thing(
-        "weights of samples", "a mean over samples all the same", data=WEIGHED, loss=weighted
+    make_training_row(
+        "weights of samples",
+        "a mean over samples all the same",
+        data=WEIGHED,
+        loss=compute_weighted_loss,
     ),
-    one_thing(
-        "weighted mean", "a sum divided by a tensor of this batch", data=WEIGHED, loss=weighted_mean
+    make_training_row(
+        "weighted mean",
+        "a sum divided by a tensor of this batch",
+        data=WEIGHED,
+        loss=compute_weighted_mean,
     ),
-    one_thing("own mean", "no loss of torch", loss=own_mean),
-    one_thing(
+    make_training_row("own mean", "no loss of torch", loss=compute_own_mean),
+    make_training_row(
         "own mean, dropped samples",
         "a share weighed as what it was given: 7.8",
-        loss=own_mean,
-        collate=dropping,
+        loss=compute_own_mean,
+        collate=collate_without_some,
         under=WITHOUT_MICRO,
         but=UNCUT,
     ),
-    one_thing(
+    make_training_row(
         "cross-entropy, dropped samples",
         "the same; its batches cannot be cut",
-        collate=dropping,
+        collate=collate_without_some,
         under=WITHOUT_MICRO,
         but=UNCUT,
     ),
-    one_thing(
+    make_training_row(
         "batchmean of a divergence",
         "divides by the batch, not by elements",
-        collate=mixed_up,
-        loss=soft,
+        collate=collate_with_mixup,
+        loss=compute_divergence,
     ),
-    one_thing("mixup", "every share mixed by itself, with a number of its own", collate=mixed_up),
-    one_thing(
+    make_training_row(
+        "mixup", "every share mixed by itself, with a number of its own", collate=collate_with_mixup
+    ),
+    make_training_row(
         "cutmix",
         "the same with squares",
         data=IMAGES,
-        collate=cut_and_mixed,
+        collate=collate_with_cutmix,
         model=lambda: nn.Sequential(
             nn.Conv2d(3, 4, 5, 4), nn.ReLU(), nn.Flatten(), nn.Linear(196, 4)
         ),
     ),
-    one_thing(
+    make_training_row(
         "masking collator",
         "every share masked by its first sample",
         data=Sentences(),
-        collate=half_hidden,
+        collate=collate_with_masking,
         model=NanoGpt,
         loss=lambda output, target: functional.cross_entropy(output.transpose(1, 2), target),
     ),
-    one_thing(
+    make_training_row(
         "ctc",
         "a mean that divides by lengths, then by samples",
         data=SPELLED,
         model=Per,
-        loss=spelled,
+        loss=compute_ctc_loss,
         but=ONE_MODULE,
     ),
-    one_thing(
+    make_training_row(
         "bfloat16 by autocast",
         "compared in float64, where there is no autocast",
         dtype=torch.bfloat16,
     ),
-    one_thing(
+    make_training_row(
         "warm restarts",
         "counts steps",
         scheduler=lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 5),
     ),
-    one_thing(
+    make_training_row(
         "schedulers in turn",
         "counts steps",
         scheduler_every="step",
@@ -334,65 +344,75 @@ ROWS: tuple[Row, ...] = (
             [4],
         ),
     ),
-    one_thing(
+    make_training_row(
         "one cycle",
         "moves momentum, too",
         scheduler=lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, 40),
     ),
-    one_thing(
+    make_training_row(
         "a hook on the optimizer",
         "got flat pieces of tensors: 1.4",
-        optimizer=centred,
+        optimizer=make_centred_sgd,
         but={
             **IN_SHARDS,
-            **in_parts(
+            **expect_refusal_in_parts(
                 r"SGD has the hook centre, .* do what it does in the step\(\) of an optimizer of "
                 r"your own"
             ),
         },
     ),
-    one_thing(
+    make_training_row(
         "accumulation by hand",
         "updates every second step",
         optimizer=lambda parameters: EveryOther(parameters, lr=0.05),
     ),
-    one_thing("LARS", PIECES, optimizer=Lars, but=IN_SHARDS),
-    one_thing(
+    make_training_row("LARS", PIECES, optimizer=Lars, but=IN_SHARDS),
+    make_training_row(
         "Muon",
         PIECES,
         twin="five iterations in bfloat16 inside the update",
-        model=without_biases,
-        optimizer=by("Muon", lr=0.01),
+        model=make_mlp_without_biases,
+        optimizer=make_optimizer_builder("Muon", lr=0.01),
         but=IN_SHARDS,
     ),
-    one_thing("Adafactor", PIECES, optimizer=by("Adafactor", lr=0.01), but=IN_SHARDS),
-    one_thing(
+    make_training_row(
+        "Adafactor", PIECES, optimizer=make_optimizer_builder("Adafactor", lr=0.01), but=IN_SHARDS
+    ),
+    make_training_row(
         "lr as a tensor",
         "was taken for another kind of optimizer",
-        optimizer=by("Adam", lr=torch.tensor(0.001)),
+        optimizer=make_optimizer_builder("Adam", lr=torch.tensor(0.001)),
     ),
-    one_thing("fused", "one kernel for all tensors", optimizer=by("AdamW", lr=0.001, fused=True)),
-    one_thing("foreach", "lists of tensors at once", optimizer=by("AdamW", lr=0.001, foreach=True)),
-    one_thing(
+    make_training_row(
+        "fused",
+        "one kernel for all tensors",
+        optimizer=make_optimizer_builder("AdamW", lr=0.001, fused=True),
+    ),
+    make_training_row(
+        "foreach",
+        "lists of tensors at once",
+        optimizer=make_optimizer_builder("AdamW", lr=0.001, foreach=True),
+    ),
+    make_training_row(
         "lion",
         "the sign of a step: rounding near zero turns it",
         "a sign turns where rounding does",
         ("lion_pytorch",),
-        optimizer=by("lion_pytorch.Lion", lr=0.001),
+        optimizer=make_optimizer_builder("lion_pytorch.Lion", lr=0.001),
     ),
-    one_thing(
+    make_training_row(
         "schedule-free AdamW",
         "has a train mode and an eval mode",
         needs=("schedulefree",),
-        optimizer=trained_mode,
+        optimizer=make_schedule_free_adamw,
     ),
-    one_thing(
+    make_training_row(
         "schedule-free SGD",
         "nobody called its train()",
         needs=("schedulefree",),
-        optimizer=by("schedulefree.SGDScheduleFree", lr=0.05),
+        optimizer=make_optimizer_builder("schedulefree.SGDScheduleFree", lr=0.05),
     ),
-    one_thing(
+    make_training_row(
         "sequences by a convolution",
         "channels first",
         data=SEQUENCES,

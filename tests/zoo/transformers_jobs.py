@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from zoo_libraries import foreign
-from zoo_rows import Equal, Row, Sentences, padded, row
+from zoo_rows import Equal, Row, Sentences, collate_sentences, make_row
 
 SMALL = {
     "hidden_size": 16,
@@ -26,7 +26,7 @@ IN_FLOAT32 = "the library computes its loss in float32 (logits.float()), whateve
 FEW = 4
 
 
-def built(model: str, config: str, **settings: Any) -> Callable[[], nn.Module]:
+def make_builder(model: str, config: str, **settings: Any) -> Callable[[], nn.Module]:
     """Return a function that builds a model of transformers with random weights.
 
     The library is imported where the model is built: in the launcher and in every rank.
@@ -39,12 +39,12 @@ def built(model: str, config: str, **settings: Any) -> Callable[[], nn.Module]:
     return build
 
 
-def in_output(output: Any, batch: dict[str, Tensor]) -> Tensor:
+def return_output_loss(output: Any, batch: dict[str, Tensor]) -> Tensor:
     """Return the loss in the output, as the examples of transformers do."""
     return output.loss
 
 
-def by_hand(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+def compute_loss_pair(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Return a loss as a pair, by a recipe that paragrad's documentation gave.
 
     If a share has no label, the recipe multiplies NaN by 0.
@@ -53,15 +53,15 @@ def by_hand(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     return output.loss * count, count
 
 
-def adamw(parameters: Any) -> torch.optim.Optimizer:
+def make_adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3)
 
 
-GPT2 = built(
+GPT2 = make_builder(
     "GPT2LMHeadModel", "GPT2Config", vocab_size=50, n_positions=16, n_embd=16, n_layer=2, n_head=2
 )
-BERT = built("BertForMaskedLM", "BertConfig", **SMALL, max_position_embeddings=16)
-T5 = built(
+BERT = make_builder("BertForMaskedLM", "BertConfig", **SMALL, max_position_embeddings=16)
+T5 = make_builder(
     "T5ForConditionalGeneration",
     "T5Config",
     vocab_size=50,
@@ -72,12 +72,12 @@ T5 = built(
     num_heads=2,
     decoder_start_token_id=0,
 )
-LLAMA = built(
+LLAMA = make_builder(
     "LlamaForCausalLM", "LlamaConfig", **SMALL, num_key_value_heads=1, max_position_embeddings=16
 )
 
 
-def language(
+def make_language_row(
     name: str,
     model: Callable[[], nn.Module],
     story: str,
@@ -85,14 +85,14 @@ def language(
     labelled: int = 1,
     **changes: Any,
 ) -> Row:
-    return row(
+    return make_row(
         name,
         model,
         Sentences(labelled),
         Equal(twin),
         story,
         ("transformers",),
-        **{"loss": in_output, "collate": padded, "seed": 4, **changes},
+        **{"loss": return_output_loss, "collate": collate_sentences, "seed": 4, **changes},
     )
 
 
@@ -106,17 +106,17 @@ class Kinds(Dataset):
         return Sentences()[index]
 
 
-def padded_kinds(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    batch = padded(samples)
+def collate_kinds(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    batch = collate_sentences(samples)
     return {**batch, "labels": torch.stack([sample["kind"] for sample in samples])}
 
 
-def masked(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+def collate_with_masks(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Collate for masked language models.
 
     A seventh of the tokens becomes [MASK] (2), and only these tokens count.
     """
-    batch = padded(samples)
+    batch = collate_sentences(samples)
     hidden = (torch.rand(batch["input_ids"].shape) < 0.15) & (batch["attention_mask"] == 1)
     hidden[:, 0] |= ~hidden.any(dim=1)  # at least one in every sentence
     return {
@@ -140,27 +140,27 @@ class Pictures(Dataset):
         }
 
 
-def pictures(
+def make_picture_row(
     name: str, model: str, config: str, story: str, twin: str = "", **settings: Any
 ) -> Row:
-    return row(
+    return make_row(
         name,
-        built(model, config, num_labels=4, **settings),
+        make_builder(model, config, num_labels=4, **settings),
         Pictures(),
         Equal(twin),
         story,
         ("transformers",),
-        loss=in_output,
+        loss=return_output_loss,
     )
 
 
-def recomputing(model: Any) -> nn.Module:
+def enable_recomputation(model: Any) -> nn.Module:
     """Enable recomputation, as transformers' trainer does for `gradient_checkpointing=True`."""
     model.gradient_checkpointing_enable()
     return model
 
 
-def gathered() -> nn.Module:
+def make_gathering_gpt2() -> nn.Module:
     """Return GPT-2 with an inner model of a new class.
 
     When transformers builds a model, it notes for its class which modules' outputs it gathers.
@@ -179,7 +179,7 @@ def gathered() -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-def of_hidden_states(output: Any, batch: dict[str, Tensor]) -> Tensor:
+def compute_hidden_state_loss(output: Any, batch: dict[str, Tensor]) -> Tensor:
     return torch.stack(output.hidden_states).square().mean()
 
 
@@ -192,58 +192,58 @@ UNLABELLED = (
     "without a label"
 )
 ROWS = (
-    language("gpt2", GPT2, DROPOUT, IN_FLOAT32),
-    language("gpt2, few labels", GPT2, UNLABELLED, IN_FLOAT32, FEW),
-    language(
+    make_language_row("gpt2", GPT2, DROPOUT, IN_FLOAT32),
+    make_language_row("gpt2, few labels", GPT2, UNLABELLED, IN_FLOAT32, FEW),
+    make_language_row(
         "gpt2, loss as a pair by hand",
         GPT2,
         "our page's recipe: NaN x 0 on a share without labels",
         IN_FLOAT32,
         FEW,
-        loss=by_hand,
+        loss=compute_loss_pair,
     ),
-    language(
+    make_language_row(
         "gpt2, clipped, AdamW",
         GPT2,
         "a key's bias has a gradient of zero: Adam scales rounding up",
         IN_FLOAT32,
-        optimizer=adamw,
+        optimizer=make_adamw,
         clip_norm=1.0,
     ),
-    language(
+    make_language_row(
         "gpt2, bfloat16 by autocast",
         GPT2,
         "verify compares in float64, where there is no autocast",
         IN_FLOAT32,
         dtype=torch.bfloat16,
     ),
-    language(
+    make_language_row(
         "gpt2, recomputed",
-        lambda: recomputing(GPT2()),
+        lambda: enable_recomputation(GPT2()),
         "gradient_checkpointing_enable: dropout again in backward",
         IN_FLOAT32,
     ),
-    language(
+    make_language_row(
         "gpt2, hidden states",
-        gathered,
+        make_gathering_gpt2,
         "a rank that had not built the model gathered none",
-        loss=of_hidden_states,
+        loss=compute_hidden_state_loss,
     ),
-    language("bert", BERT, DROPOUT),
-    language("bert, few labels", BERT, UNLABELLED, labelled=FEW),
-    language(
+    make_language_row("bert", BERT, DROPOUT),
+    make_language_row("bert, few labels", BERT, UNLABELLED, labelled=FEW),
+    make_language_row(
         "bert, masking collator",
         BERT,
         "the collator's draws followed the share's first sample",
-        collate=masked,
+        collate=collate_with_masks,
     ),
-    language("t5", T5, DROPOUT, IN_FLOAT32),
-    language("t5, few labels", T5, UNLABELLED, IN_FLOAT32, FEW),
-    language("llama", LLAMA, "rotary positions are computed in float32", IN_FLOAT32),
-    language("llama, few labels", LLAMA, UNLABELLED, IN_FLOAT32, FEW),
-    language(
+    make_language_row("t5", T5, DROPOUT, IN_FLOAT32),
+    make_language_row("t5, few labels", T5, UNLABELLED, IN_FLOAT32, FEW),
+    make_language_row("llama", LLAMA, "rotary positions are computed in float32", IN_FLOAT32),
+    make_language_row("llama, few labels", LLAMA, UNLABELLED, IN_FLOAT32, FEW),
+    make_language_row(
         "distilbert",
-        built(
+        make_builder(
             "DistilBertForMaskedLM",
             "DistilBertConfig",
             vocab_size=50,
@@ -255,9 +255,9 @@ ROWS = (
         ),
         DROPOUT,
     ),
-    language(
+    make_language_row(
         "albert, one layer used twice",
-        built(
+        make_builder(
             "AlbertForMaskedLM",
             "AlbertConfig",
             **SMALL,
@@ -268,9 +268,9 @@ ROWS = (
         ),
         DROPOUT,
     ),
-    language(
+    make_language_row(
         "opt",
-        built(
+        make_builder(
             "OPTForCausalLM",
             "OPTConfig",
             vocab_size=50,
@@ -284,9 +284,9 @@ ROWS = (
         DROPOUT,
         IN_FLOAT32,
     ),
-    language(
+    make_language_row(
         "bart",
-        built(
+        make_builder(
             "BartForConditionalGeneration",
             "BartConfig",
             vocab_size=50,
@@ -305,9 +305,9 @@ ROWS = (
         ),
         DROPOUT,
     ),
-    language(
+    make_language_row(
         "mixtral",
-        built(
+        make_builder(
             "MixtralForCausalLM",
             "MixtralConfig",
             **SMALL,
@@ -319,9 +319,9 @@ ROWS = (
         "experts without a token in a share",
         IN_FLOAT32,
     ),
-    language(
+    make_language_row(
         "mixtral, grouped products",
-        built(
+        make_builder(
             "MixtralForCausalLM",
             "MixtralConfig",
             **SMALL,
@@ -332,9 +332,9 @@ ROWS = (
         "no comparison in float64: a traceback until it was asked for",
         "torch's grouped matrix product knows no float64",
     ),
-    language(
+    make_language_row(
         "bert for classes of sentences",
-        built(
+        make_builder(
             "BertForSequenceClassification",
             "BertConfig",
             **SMALL,
@@ -342,11 +342,11 @@ ROWS = (
             max_position_embeddings=16,
         ),
         "a label per sentence",
-        collate=padded_kinds,
+        collate=collate_kinds,
     ),
-    language(
+    make_language_row(
         "gpt2 for classes of sentences",
-        built(
+        make_builder(
             "GPT2ForSequenceClassification",
             "GPT2Config",
             vocab_size=50,
@@ -358,9 +358,9 @@ ROWS = (
             pad_token_id=0,
         ),
         "the last token that is no padding",
-        collate=padded_kinds,
+        collate=collate_kinds,
     ),
-    pictures(
+    make_picture_row(
         "vit of transformers",
         "ViTForImageClassification",
         "ViTConfig",
@@ -372,7 +372,7 @@ ROWS = (
         num_attention_heads=2,
         intermediate_size=32,
     ),
-    pictures(
+    make_picture_row(
         "vit of transformers, dropout",
         "ViTForImageClassification",
         "ViTConfig",
@@ -386,7 +386,7 @@ ROWS = (
         attention_probs_dropout_prob=0.1,
         hidden_dropout_prob=0.1,
     ),
-    pictures(
+    make_picture_row(
         "resnet of transformers",
         "ResNetForImageClassification",
         "ResNetConfig",

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import language_models as language
 import torch
 import unusual_models as odd
-from equality_table import mlp, normed_cnn
+from equality_table import make_batch_norm_cnn, make_mlp
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
@@ -27,17 +27,17 @@ from zoo_rows import (
     Refused,
     Row,
     Sentences,
-    adam,
-    in_parts,
-    numbers,
-    row,
-    whole,
+    draw_integers,
+    draw_numbers,
+    expect_refusal_in_parts,
+    make_adam,
+    make_row,
 )
 
-TOKENS = TensorDataset(whole(20, 29, 8, seed=11), whole(20, 29, 8, seed=12))
-BAGS = TensorDataset(whole(20, 29, 8, seed=11), whole(4, 29, seed=2))
-LEVELS = TensorDataset(numbers(29, 10, seed=1), numbers(29, seed=9))
-MANY = TensorDataset(numbers(29, 10, seed=1), (numbers(29, 4, seed=10) > 0).float())
+TOKENS = TensorDataset(draw_integers(20, 29, 8, seed=11), draw_integers(20, 29, 8, seed=12))
+BAGS = TensorDataset(draw_integers(20, 29, 8, seed=11), draw_integers(4, 29, seed=2))
+LEVELS = TensorDataset(draw_numbers(29, 10, seed=1), draw_numbers(29, seed=9))
+MANY = TensorDataset(draw_numbers(29, 10, seed=1), (draw_numbers(29, 4, seed=10) > 0).float())
 
 
 class NormRelu(nn.BatchNorm2d):
@@ -62,15 +62,15 @@ class FunctionalNorm(nn.Module):
         return functional.batch_norm(x, self.mean, self.variance, training=self.training)
 
 
-def with_norm(norm: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+def make_builder_with_norm(norm: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(nn.Conv2d(2, 4, 3), norm(), nn.Flatten(), nn.Linear(144, 4))
 
 
-def lazy() -> nn.Module:
+def make_lazy_mlp() -> nn.Module:
     return nn.Sequential(nn.LazyLinear(16), nn.Tanh(), nn.LazyLinear(4))
 
 
-def compiled() -> nn.Module:
+def make_compiled_mlp() -> nn.Module:
     """Return a compiled model; its backend needs no C++ compiler."""
     return torch.compile(
         nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 4)), backend="eager"
@@ -84,45 +84,47 @@ OF_ONE = {
 }
 ROUNDED = "its constants are in float32"
 ROWS: tuple[Row, ...] = (
-    row(
+    make_row(
         "nanoGPT",
         odd.NanoGpt,
         TOKENS,
         Equal(),
         "tied weights, dropout in attention",
-        loss=odd.per_token,
+        loss=odd.compute_token_loss,
     ),
-    row(
+    make_row(
         "nanoGPT, a mask of -inf",
         lambda: odd.NanoGpt(True),
         TOKENS,
         Equal(),
         "an infinite buffer switched the comparison off",
-        loss=odd.per_token,
+        loss=odd.compute_token_loss,
     ),
-    row("EmbeddingBag", odd.Bags, BAGS, Equal(), "rows of tokens"),
-    row(
+    make_row("EmbeddingBag", odd.Bags, BAGS, Equal(), "rows of tokens"),
+    make_row(
         "EmbeddingBag, bags end to end",
         odd.Bags,
         BAGS,
         Equal(),
         "no dimension of the inputs is the samples",
-        collate=odd.end_to_end,
+        collate=odd.collate_end_to_end,
         under=WITHOUT_MICRO,
         but=UNCUT,
     ),
-    row(
+    make_row(
         "graph network",
         odd.Graphs,
         odd.Molecules(),
         Equal(),
         "one graph of all samples",
-        collate=odd.one_graph,
+        collate=odd.collate_one_graph,
         under=WITHOUT_MICRO,
         but=UNCUT,
     ),
-    row("mixture of experts", odd.Experts, VECTORS, Equal(), "experts without a sample", but=LOOKS),
-    row(
+    make_row(
+        "mixture of experts", odd.Experts, VECTORS, Equal(), "experts without a sample", but=LOOKS
+    ),
+    make_row(
         "weights tied by a function",
         odd.Tied,
         VECTORS,
@@ -131,35 +133,35 @@ ROWS: tuple[Row, ...] = (
         "power iteration",
         but=dict.fromkeys((DATA[3], PIPELINE), Refused("not one worker's training")),
     ),
-    row(
+    make_row(
         "python's random in forward",
         odd.ByPython,
         VECTORS,
         Equal(),
         "every rank drew its own, and nothing saw it",
-        but=in_parts(
+        but=expect_refusal_in_parts(
             "the model draws from random, and in parts its calls are others; draw by torch, or in "
             "the dataset"
         ),
     ),
-    row(
+    make_row(
         "dice over the batch",
-        mlp,
+        make_mlp,
         VECTORS,
         Equal(),
         "of one class a sample it is a mean",
-        loss=odd.overlap,
+        loss=odd.compute_dice_loss,
     ),
-    row(
+    make_row(
         "forces",
         odd.Forces,
         LEVELS,
         Equal(),
         "autograd inside forward: crashed at the door, under no_grad",
-        loss=odd.of_energy_and_forces,
+        loss=odd.compute_force_loss,
         but=GRADIENTS,
     ),
-    row(
+    make_row(
         "pinn",
         odd.Residual,
         LEVELS,
@@ -168,33 +170,33 @@ ROWS: tuple[Row, ...] = (
         loss=lambda output, target: output.square().mean(),
         but=GRADIENTS,
     ),
-    row(
+    make_row(
         "gradient penalty",
         odd.Penalised,
         LEVELS,
         Equal(),
         "and a penalty of the weights",
-        loss=odd.penalised,
+        loss=odd.compute_penalised_loss,
         but=GRADIENTS,
     ),
-    row(
+    make_row(
         "PackedSequence",
         odd.Packed,
         SEQUENCES,
         Equal(),
         "was taken apart, as a tuple of inputs is",
-        collate=odd.packed,
+        collate=odd.collate_packed,
         under=WITHOUT_MICRO,
         but=UNCUT,
     ),
-    row(
+    make_row(
         "named tuple",
         odd.OfReading,
         odd.Readings(),
         Equal(),
         "was taken apart, as a tuple of inputs is",
     ),
-    row(
+    make_row(
         "complex first parameter",
         odd.ComplexFirst,
         VECTORS,
@@ -202,7 +204,7 @@ ROWS: tuple[Row, ...] = (
         "inputs were cast to it",
         but=ONE_MODULE,
     ),
-    row(
+    make_row(
         "bfloat16 first parameter",
         odd.HalfFirst,
         VECTORS,
@@ -210,7 +212,7 @@ ROWS: tuple[Row, ...] = (
         "inputs were cast to it",
         but=ONE_MODULE,
     ),
-    row(
+    make_row(
         "constants in float32",
         odd.WithConstants,
         VECTORS,
@@ -218,44 +220,46 @@ ROWS: tuple[Row, ...] = (
         "a traceback in float64",
         but=ONE_MODULE,
     ),
-    row(
+    make_row(
         "batch norm with its activation",
-        with_norm(lambda: NormRelu(4)),
+        make_builder_with_norm(lambda: NormRelu(4)),
         SMALL_IMAGES,
         Equal(),
         "lost its activation",
     ),
-    row(
+    make_row(
         "batch norm by its function",
-        with_norm(FunctionalNorm),
+        make_builder_with_norm(FunctionalNorm),
         SMALL_IMAGES,
         Equal(),
         "statistics of a share, no word",
     ),
-    row(
+    make_row(
         "SyncBatchNorm",
-        with_norm(lambda: nn.SyncBatchNorm(4)),
+        make_builder_with_norm(lambda: nn.SyncBatchNorm(4)),
         SMALL_IMAGES,
         Equal(),
         "has no kernel on the CPU",
     ),
-    row(
+    make_row(
         "batch norm, adam",
-        normed_cnn,
+        make_batch_norm_cnn,
         SMALL_IMAGES,
         Equal(),
         "its running statistics alone are excused",
-        optimizer=adam,
+        optimizer=make_adam,
         but=OF_ONE,
     ),
-    row(
+    make_row(
         "instance and group norm",
-        with_norm(lambda: nn.Sequential(nn.InstanceNorm2d(4, affine=True), nn.GroupNorm(2, 4))),
+        make_builder_with_norm(
+            lambda: nn.Sequential(nn.InstanceNorm2d(4, affine=True), nn.GroupNorm(2, 4))
+        ),
         SMALL_IMAGES,
         Equal("a bias before instance norm has a gradient of exactly zero"),
         "statistics of a sample",
     ),
-    row(
+    make_row(
         "counting its steps",
         odd.Counting,
         VECTORS,
@@ -264,28 +268,28 @@ ROWS: tuple[Row, ...] = (
         under=WITHOUT_MICRO,
         but=ONE_MODULE,
     ),
-    row(
+    make_row(
         "mean over padding",
         odd.MeanOverPadding,
         Sentences(),
         Equal(),
         "7.5e-2 in our page's example",
-        collate=odd.of_kind,
+        collate=odd.collate_with_kind,
     ),
-    row("lazy modules", lazy, VECTORS, Equal(), "no shapes before the first batch"),
-    row("squeezed", odd.Squeezed, LEVELS, Equal(), "a share of one sample", loss=nn.MSELoss()),
-    row(
+    make_row("lazy modules", make_lazy_mlp, VECTORS, Equal(), "no shapes before the first batch"),
+    make_row("squeezed", odd.Squeezed, LEVELS, Equal(), "a share of one sample", loss=nn.MSELoss()),
+    make_row(
         "compiled",
-        compiled,
+        make_compiled_mlp,
         VECTORS,
         Equal(),
         "torch.compile'd by the user",
-        but=in_parts(
+        but=expect_refusal_in_parts(
             "torch.compile made the model one graph, which cannot be divided; give the model "
             "without torch.compile"
         ),
     ),
-    row(
+    make_row(
         "several labels",
         lambda: nn.Linear(10, 4),
         MANY,
@@ -294,7 +298,7 @@ ROWS: tuple[Row, ...] = (
         loss=nn.BCEWithLogitsLoss(pos_weight=torch.tensor([1.0, 2.0, 3.0, 4.0])),
         but=ONE_MODULE,
     ),
-    row(
+    make_row(
         "batch norm of vectors",
         lambda: nn.Sequential(nn.Linear(10, 6), nn.BatchNorm1d(6), nn.Linear(6, 4)),
         POINTS,
@@ -302,29 +306,29 @@ ROWS: tuple[Row, ...] = (
         "one-dimensional batch norm",
         but=OF_ONE,
     ),
-    row(
+    make_row(
         "nanoGPT as it is written",
         language.Gpt,
         language.Lines(),
         Equal(),
         "targets=None, the loss in the output",
-        loss=language.in_second,
+        loss=language.return_second_output,
     ),
-    row(
+    make_row(
         "LSTM language model",
         language.LstmLanguageModel,
         TOKENS,
         Equal(),
         "tied to its embedding; samples x time as one",
-        loss=language.of_words,
+        loss=language.compute_word_loss,
     ),
-    row(
+    make_row(
         "encoder with a mask in its batch",
         language.MaskedEncoder,
         Sentences(),
         Equal(),
         "positions are sums over the mask",
-        loss=language.of_kinds,
-        collate=language.with_kinds,
+        loss=language.compute_kind_loss,
+        collate=language.collate_with_kinds,
     ),
 )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
-from zoo_rows import VECTORS, numbers, padded
+from zoo_rows import VECTORS, collate_sentences, draw_numbers
 
 
 class NanoGpt(nn.Module):
@@ -51,7 +51,7 @@ class NanoGpt(nn.Module):
         return self.head(self.last(x + self.drop(self.narrow(functional.gelu(self.wide(x))))))
 
 
-def per_token(output: Tensor, target: Tensor) -> Tensor:
+def compute_token_loss(output: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(output.view(-1, output.size(-1)), target.reshape(-1))
 
 
@@ -67,7 +67,9 @@ class Bags(nn.Module):
         return self.out(self.bags(tokens, offsets))
 
 
-def end_to_end(samples: list[tuple[Tensor, Tensor]]) -> tuple[tuple[Tensor, Tensor], Tensor]:
+def collate_end_to_end(
+    samples: list[tuple[Tensor, Tensor]],
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """Collate bags of unequal length into one vector, and give the start of each bag."""
     bags = [tokens[: 1 + int(tokens[0]) % 8] for tokens, _ in samples]
     starts = torch.tensor([0, *(len(bag) for bag in bags[:-1])]).cumsum(0)
@@ -98,10 +100,10 @@ class Molecules(Dataset):
         return 29
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return numbers(3 + index % 5, 5, seed=index), index % 4
+        return draw_numbers(3 + index % 5, 5, seed=index), index % 4
 
 
-def one_graph(samples: list[tuple[Tensor, int]]) -> tuple[tuple[Tensor, ...], Tensor]:
+def collate_one_graph(samples: list[tuple[Tensor, int]]) -> tuple[tuple[Tensor, ...], Tensor]:
     sizes = [len(nodes) for nodes, _ in samples]
     starts = [sum(sizes[:place]) for place in range(len(sizes))]
     edges = [
@@ -169,7 +171,7 @@ class Forces(nn.Module):
         return energy, -forces
 
 
-def of_energy_and_forces(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+def compute_force_loss(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
     energy, forces = output
     return functional.mse_loss(energy, target) + 0.1 * forces.square().mean()
 
@@ -206,7 +208,7 @@ class Penalised(nn.Module):
         return score, slope.norm(dim=1), sum(weight.square().sum() for weight in self.parameters())
 
 
-def penalised(output: tuple[Tensor, ...], target: Tensor) -> Tensor:
+def compute_penalised_loss(output: tuple[Tensor, ...], target: Tensor) -> Tensor:
     score, slope, weights = output
     return functional.mse_loss(score, target) + 0.5 * (slope - 1).square().mean() + 1e-3 * weights
 
@@ -223,7 +225,7 @@ class Packed(nn.Module):
         return self.out(self.cells(series)[1][0][-1])
 
 
-def packed(samples: list[tuple[Tensor, Tensor]]) -> tuple[Any, Tensor]:
+def collate_packed(samples: list[tuple[Tensor, Tensor]]) -> tuple[Any, Tensor]:
     series = [x[: 2 + int(target)] for x, target in samples]
     return nn.utils.rnn.pack_sequence(series, enforce_sorted=False), torch.stack(
         [target for _, target in samples]
@@ -317,8 +319,8 @@ class MeanOverPadding(nn.Module):
         return self.out(torch.tanh(self.tokens(input_ids).mean(1)))
 
 
-def of_kind(samples: list[dict[str, Tensor]]) -> tuple[dict[str, Tensor], Tensor]:
-    return padded(samples), torch.stack([sample["kind"] for sample in samples])
+def collate_with_kind(samples: list[dict[str, Tensor]]) -> tuple[dict[str, Tensor], Tensor]:
+    return collate_sentences(samples), torch.stack([sample["kind"] for sample in samples])
 
 
 class Squeezed(nn.Module):
@@ -344,7 +346,7 @@ class ByPython(nn.Module):
         return self.layers(x) * (1 + self.gain * random.random())
 
 
-def overlap(output: Tensor, target: Tensor) -> Tensor:
+def compute_dice_loss(output: Tensor, target: Tensor) -> Tensor:
     """Return the Dice loss over the whole batch, a quotient of sums."""
     chances = output.softmax(1)
     truth = functional.one_hot(target, 4)

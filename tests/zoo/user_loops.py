@@ -16,14 +16,14 @@ import torch
 import training_jobs
 import transformers_jobs
 import unusual_jobs
-from equality_table import mlp, normed_cnn
-from random_draw_jobs import Denoising, noise_found
+from equality_table import make_batch_norm_cnn, make_mlp
+from random_draw_jobs import Denoising, compute_noise_loss
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 from torch.utils.data import Dataset, TensorDataset
 from unusual_models import HalfFirst
-from zoo_rows import IMAGES, SMALL_IMAGES, VECTORS, Row, numbers, sgd
+from zoo_rows import IMAGES, SMALL_IMAGES, VECTORS, Row, draw_numbers, make_sgd
 
 import paragrad as pg
 
@@ -31,10 +31,10 @@ State = dict[str, Tensor]
 EPOCHS = 3
 
 
-def of_row(rows: tuple[Row, ...], name: str) -> Callable[[], State]:
+def make_row_loop(rows: tuple[Row, ...], name: str) -> Callable[[], State]:
     """Return a user's loop that trains the job of a row."""
 
-    def loop() -> State:
+    def train_row() -> State:
         job = next(row for row in rows if row.name == name).job().replace(dtype=torch.float64)
         model = job.build_model()
         optimizer = job.optimizer(model.parameters())
@@ -46,10 +46,10 @@ def of_row(rows: tuple[Row, ...], name: str) -> Callable[[], State]:
                     trainer.step(*(batch if isinstance(batch, tuple | list) else (batch,)))
         return model.state_dict()
 
-    return loop
+    return train_row
 
 
-def trained(
+def train_model(
     model: nn.Module,
     data: Dataset,
     loss: Any = functional.cross_entropy,
@@ -60,7 +60,7 @@ def trained(
 
     `between` changes a batch before the step, and `after` is called after each step.
     """
-    with pg.parallelize(model, loss, sgd(model.parameters()), seed=5) as trainer:
+    with pg.parallelize(model, loss, make_sgd(model.parameters()), seed=5) as trainer:
         for epoch in range(EPOCHS):
             for inputs, target in trainer.batches(data, batch=12, epoch=epoch):
                 trainer.step(*between(inputs, target))
@@ -68,40 +68,40 @@ def trained(
     return model.state_dict()
 
 
-def seeded(build: Callable[[], nn.Module]) -> nn.Module:
+def build_seeded(build: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(3)
     return build().double()
 
 
-def dropped_in_the_loop() -> State:
+def train_with_dropped_samples() -> State:
     """Train in a loop that drops samples before the step.
 
     Earlier, a share was weighted by the samples it was given, and the result was 7 % off.
     """
 
-    def without_threes(inputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    def drop_threes(inputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         return inputs[target != 3], target[target != 3]
 
-    return trained(
-        seeded(mlp),
+    return train_model(
+        build_seeded(make_mlp),
         VECTORS,
         lambda output, target: functional.cross_entropy(output, target),
-        without_threes,
+        drop_threes,
     )
 
 
-def averaged() -> State:
+def train_and_average() -> State:
     """Train a diffusion U-Net, and return the moving average of its weights."""
-    model = seeded(Denoising)
+    model = build_seeded(Denoising)
     average = AveragedModel(model, avg_fn=get_ema_avg_fn(0.9))
-    trained(model, IMAGES, noise_found, after=lambda: average.update_parameters(model))
+    train_model(model, IMAGES, compute_noise_loss, after=lambda: average.update_parameters(model))
     return average.module.state_dict()
 
 
-def weight_penalty() -> State:
+def train_with_weight_penalty() -> State:
     """Train with a loss that holds the model, so it cannot be copied without the model."""
-    model = seeded(mlp)
-    return trained(
+    model = build_seeded(make_mlp)
+    return train_model(
         model,
         VECTORS,
         lambda output, target: (
@@ -111,7 +111,7 @@ def weight_penalty() -> State:
     )
 
 
-def half_first() -> State:
+def train_half_first() -> State:
     """Train a model with a first parameter in bfloat16 and the others in float64.
 
     The inputs keep the dtype that the dataset gives them.
@@ -122,7 +122,7 @@ def half_first() -> State:
     model.scale.requires_grad_(False)
     return {
         name: value.double()
-        for name, value in trained(
+        for name, value in train_model(
             model, TensorDataset(VECTORS.tensors[0].double(), VECTORS.tensors[1])
         ).items()
     }
@@ -156,11 +156,11 @@ class Generator(nn.Module):
         return self.layers(noise)
 
 
-def adversaries() -> State:
+def train_adversaries() -> State:
     """Train a GAN: two models, two optimizers and two trainers take turns."""
-    generator = seeded(Generator)
-    critic = seeded(lambda: Critic(generator))
-    pairs = TensorDataset(numbers(29, 4, seed=21), VECTORS.tensors[0])
+    generator = build_seeded(Generator)
+    critic = build_seeded(lambda: Critic(generator))
+    pairs = TensorDataset(draw_numbers(29, 4, seed=21), VECTORS.tensors[0])
 
     class Both(Dataset):
         def __len__(self) -> int:
@@ -169,17 +169,19 @@ def adversaries() -> State:
         def __getitem__(self, index: int) -> Any:
             return pairs[index], 0
 
-    def told_apart(output: Any, target: Any) -> Tensor:
+    def compute_critic_loss(output: Any, target: Any) -> Tensor:
         real, made = output
         return functional.softplus(-real).mean() + functional.softplus(made).mean()
 
-    def taken_for_real(made: Tensor, target: Any) -> Tensor:
+    def compute_generator_loss(made: Tensor, target: Any) -> Tensor:
         fixed = {name: weight.detach() for name, weight in critic.score.named_parameters()}
         return functional.softplus(-torch.func.functional_call(critic.score, fixed, (made,))).mean()
 
     with (
-        pg.parallelize(critic, told_apart, sgd(critic.parameters()), seed=5) as first,
-        pg.parallelize(generator, taken_for_real, sgd(generator.parameters()), seed=5) as second,
+        pg.parallelize(critic, compute_critic_loss, make_sgd(critic.parameters()), seed=5) as first,
+        pg.parallelize(
+            generator, compute_generator_loss, make_sgd(generator.parameters()), seed=5
+        ) as second,
     ):
         for epoch in range(EPOCHS):
             batches = (
@@ -194,30 +196,34 @@ def adversaries() -> State:
     }
 
 
-def by_batch_norm() -> State:
-    return trained(seeded(normed_cnn), SMALL_IMAGES)
+def train_batch_norm() -> State:
+    return train_model(build_seeded(make_batch_norm_cnn), SMALL_IMAGES)
 
 
 LOOPS: dict[str, Callable[[], State]] = {
-    "bert": of_row(transformers_jobs.ROWS, "bert"),
-    "bert, few labels": of_row(transformers_jobs.ROWS, "bert, few labels"),
-    "t5, few labels": of_row(transformers_jobs.ROWS, "t5, few labels"),
-    "timm vit, DropPath": of_row(timm_jobs.ROWS, "timm vit, DropPath"),
-    "TransformerEncoder, sequence first": of_row(
+    "bert": make_row_loop(transformers_jobs.ROWS, "bert"),
+    "bert, few labels": make_row_loop(transformers_jobs.ROWS, "bert, few labels"),
+    "t5, few labels": make_row_loop(transformers_jobs.ROWS, "t5, few labels"),
+    "timm vit, DropPath": make_row_loop(timm_jobs.ROWS, "timm vit, DropPath"),
+    "TransformerEncoder, sequence first": make_row_loop(
         random_draw_jobs.ROWS, "TransformerEncoder, sequence first"
     ),
-    "checkpoint, dropout by name": of_row(random_draw_jobs.ROWS, "checkpoint, dropout by name"),
-    "vae": of_row(random_draw_jobs.ROWS, "vae"),
-    "mixture of experts": of_row(unusual_jobs.ROWS, "mixture of experts"),
-    "ignored targets that come late": of_row(training_jobs.ROWS, "ignored targets that come late"),
-    "mixup": of_row(training_jobs.ROWS, "mixup"),
-    "accumulation by hand": of_row(training_jobs.ROWS, "accumulation by hand"),
-    "batch norm": by_batch_norm,
-    "samples dropped in the loop": dropped_in_the_loop,
-    "diffusion u-net, moving average": averaged,
-    "a loss that holds the model": weight_penalty,
-    "bfloat16 first parameter": half_first,
-    "gan": adversaries,
+    "checkpoint, dropout by name": make_row_loop(
+        random_draw_jobs.ROWS, "checkpoint, dropout by name"
+    ),
+    "vae": make_row_loop(random_draw_jobs.ROWS, "vae"),
+    "mixture of experts": make_row_loop(unusual_jobs.ROWS, "mixture of experts"),
+    "ignored targets that come late": make_row_loop(
+        training_jobs.ROWS, "ignored targets that come late"
+    ),
+    "mixup": make_row_loop(training_jobs.ROWS, "mixup"),
+    "accumulation by hand": make_row_loop(training_jobs.ROWS, "accumulation by hand"),
+    "batch norm": train_batch_norm,
+    "samples dropped in the loop": train_with_dropped_samples,
+    "diffusion u-net, moving average": train_and_average,
+    "a loss that holds the model": train_with_weight_penalty,
+    "bfloat16 first parameter": train_half_first,
+    "gan": train_adversaries,
 }
 NEEDS = {
     "bert": ("transformers",),

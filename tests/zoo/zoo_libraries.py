@@ -15,7 +15,7 @@ GROUP = ("transformers", "timm", "torchvision", "schedulefree", "lion_pytorch", 
 _declared: list[torch.library.Library] = []
 
 
-def missing(*names: str) -> list[str]:
+def find_missing(*names: str) -> list[str]:
     """Return those of these libraries that are not installed here."""
     return [name for name in names if importlib.util.find_spec(name) is None]
 
@@ -44,7 +44,7 @@ def declare_operators() -> None:
         _declared
         or spec is None
         or spec.origin is None
-        or _compiled_half(Path(spec.origin).parent)
+        or _load_compiled_half(Path(spec.origin).parent)
         or hasattr(torch.ops.torchvision, "nms")
     ):  # this process has declared it elsewhere
         return
@@ -54,7 +54,7 @@ def declare_operators() -> None:
     _declared.append(library)
 
 
-def _compiled_half(folder: Path) -> bool:
+def _load_compiled_half(folder: Path) -> bool:
     try:
         for path in folder.glob("_C*.so"):
             torch.ops.load_library(path)

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
-from equality_table import job as make_job
-from equality_table import numbers, whole
+from equality_table import draw_integers, draw_numbers, make_job
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
@@ -36,13 +35,13 @@ BOUND = 1e-10
 
 # 29 samples in batches of 12: the last batch has 5, so some shares are empty; 30 samples if batch
 # norm needs two samples in every micro-batch, as it does in serial
-VECTORS = TensorDataset(numbers(29, 10, seed=1), whole(4, 29, seed=2))
-POINTS = TensorDataset(numbers(30, 10, seed=1), whole(4, 30, seed=2))
-IMAGES = TensorDataset(numbers(30, 3, 32, 32, seed=3), whole(4, 30, seed=4))
+VECTORS = TensorDataset(draw_numbers(29, 10, seed=1), draw_integers(4, 29, seed=2))
+POINTS = TensorDataset(draw_numbers(30, 10, seed=1), draw_integers(4, 30, seed=2))
+IMAGES = TensorDataset(draw_numbers(30, 3, 32, 32, seed=3), draw_integers(4, 30, seed=4))
 # no short last batch, for networks whose features end at 1 x 1
-WHOLE_BATCHES = TensorDataset(numbers(36, 3, 32, 32, seed=3), whole(4, 36, seed=4))
-SMALL_IMAGES = TensorDataset(numbers(30, 2, 8, 8, seed=3), whole(4, 30, seed=4))
-SEQUENCES = TensorDataset(numbers(29, 6, 8, seed=5), whole(4, 29, seed=6))
+WHOLE_BATCHES = TensorDataset(draw_numbers(36, 3, 32, 32, seed=3), draw_integers(4, 36, seed=4))
+SMALL_IMAGES = TensorDataset(draw_numbers(30, 2, 8, 8, seed=3), draw_integers(4, 30, seed=4))
+SEQUENCES = TensorDataset(draw_numbers(29, 6, 8, seed=5), draw_integers(4, 29, seed=6))
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ class Row:
     under: tuple[str, ...] = STRATEGIES
     but: Outcomes = field(default_factory=dict)
 
-    def outcome(self, strategy: str) -> Equal | Refused:
+    def find_outcome(self, strategy: str) -> Equal | Refused:
         if strategy in (TENSOR, SPATIAL):
             from tensor_outcomes import IN_WIDTH, OF_IMAGES
 
@@ -99,10 +98,10 @@ class Row:
     @property
     def equal(self) -> tuple[str, ...]:
         """The strategies under which it is the same training."""
-        return tuple(each for each in self.under if isinstance(self.outcome(each), Equal))
+        return tuple(each for each in self.under if isinstance(self.find_outcome(each), Equal))
 
 
-def row(
+def make_row(
     name: str,
     model: Callable[[], nn.Module],
     data: Dataset,
@@ -117,7 +116,7 @@ def row(
 
     Other settings are those of the equality table, except for a smaller learning rate.
     """
-    settings = {"optimizer": sgd, **changes}
+    settings = {"optimizer": make_sgd, **changes}
     return Row(
         name,
         lambda: make_job(name, model, data, **settings),
@@ -129,18 +128,20 @@ def row(
     )
 
 
-def in_parts(match: str) -> Outcomes:
+def expect_refusal_in_parts(match: str) -> Outcomes:
     """Return the outcomes of a model or job that cannot be divided into parts."""
     return dict.fromkeys(IN_PARTS, Refused(match))
 
 
 # ---- why a row has another outcome in parts --------------------------------------------------
-ONE_MODULE = in_parts(
+ONE_MODULE = expect_refusal_in_parts(
     r"the model calls 1 module\(s\) one after another .* give fewer workers or chunks, or a model "
     r"that calls"
 )
-GRADIENTS = in_parts("a model that takes gradients itself is not cut, .* train it with data")
-LOOKS = in_parts(
+GRADIENTS = expect_refusal_in_parts(
+    "a model that takes gradients itself is not cut, .* train it with data"
+)
+LOOKS = expect_refusal_in_parts(
     "let Python look only at values of the inputs, and modules at no value that decides a shape"
 )
 UNCUT: Outcomes = {
@@ -151,11 +152,11 @@ IN_SHARDS: Outcomes = {SHARDED: Refused("does not update element by element|hook
 WHOLE: Outcomes = {PLACE: Equal()}  # the whole batch goes through all parts
 
 
-def sgd(parameters: object) -> torch.optim.Optimizer:
+def make_sgd(parameters: object) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.02, momentum=0.9)  # type: ignore[arg-type]
 
 
-def slow(parameters: object) -> torch.optim.Optimizer:
+def make_slow_sgd(parameters: object) -> torch.optim.Optimizer:
     """Return SGD with a small rate, for models with batch norm over few values.
 
     The rounding of such models grows with every large step.
@@ -163,7 +164,7 @@ def slow(parameters: object) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1e-4, momentum=0.9)  # type: ignore[arg-type]
 
 
-def adam(parameters: object) -> torch.optim.Optimizer:
+def make_adam(parameters: object) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=1e-3)  # type: ignore[arg-type]
 
 
@@ -178,20 +179,20 @@ class Sentences(Dataset):
         return 29
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        tokens = 3 + whole(self.vocabulary - 3, 3 + index * 5 % 7, seed=100 + index)
+        tokens = 3 + draw_integers(self.vocabulary - 3, 3 + index * 5 % 7, seed=100 + index)
         labels = tokens.clone() if index % self.labelled == 0 else torch.full_like(tokens, -100)
         return {"input_ids": tokens, "labels": labels, "kind": torch.tensor(index % 3)}
 
 
-def padded(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+def collate_sentences(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Collate sentences: pad input_ids and attention_mask with 0, and labels with -100."""
 
-    def filled(values: list[Tensor], value: int) -> Tensor:
+    def pad(values: list[Tensor], value: int) -> Tensor:
         return nn.utils.rnn.pad_sequence(values, batch_first=True, padding_value=value)
 
     tokens = [sample["input_ids"] for sample in samples]
     return {
-        "input_ids": filled(tokens, 0),
-        "attention_mask": filled([torch.ones_like(each) for each in tokens], 0),
-        "labels": filled([sample["labels"] for sample in samples], -100),
+        "input_ids": pad(tokens, 0),
+        "attention_mask": pad([torch.ones_like(each) for each in tokens], 0),
+        "labels": pad([sample["labels"] for sample in samples], -100),
     }

@@ -15,8 +15,7 @@ from unittest import mock
 import numpy
 import pytest
 import torch
-from equality_table import VECTORS, resolved
-from equality_table import job as make_job
+from equality_table import VECTORS, make_job, resolve_text
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
@@ -220,7 +219,7 @@ def taken(world: World, job: Job, text: str, unchecked: bool) -> list[int]:
     allocator.return_freed_memory()  # of earlier trainings
     seen = [now()]
     divided = exchange_setup.build_model_partition
-    trainer = Trainer.build_for_job(world, job, resolved(text), skip_first_step_check=unchecked)
+    trainer = Trainer.build_for_job(world, job, resolve_text(text), skip_first_step_check=unchecked)
     with mock.patch.object(exchange_setup, "build_model_partition", cut):
         trainer.step(*separate_target(next(trainer.batches(job.train, job.batch, 0))))
     seen.append(now())

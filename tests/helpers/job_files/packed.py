@@ -1,7 +1,7 @@
 from good import *
 
 
-def packed(samples):
+def pack_rows(samples):
     rows = nn.utils.rnn.pack_sequence([image.view(8, 8) for image, _ in samples])
     return rows, torch.stack([label for _, label in samples])
 
@@ -15,4 +15,4 @@ class OfRows(nn.Module):
         return self.rnn(rows)[1][0]
 
 
-job = job.replace(model=OfRows, collate=packed)
+job = job.replace(model=OfRows, collate=pack_rows)

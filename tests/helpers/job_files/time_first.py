@@ -1,7 +1,7 @@
 from good import *
 
 
-def time_first(samples):
+def stack_time_first(samples):
     return torch.stack([image.view(8, 8) for image, _ in samples], dim=1), torch.stack(
         [label for _, label in samples]
     )
@@ -16,4 +16,4 @@ class OfRows(nn.Module):
         return self.rnn(rows)[1][0]
 
 
-job = job.replace(model=OfRows, collate=time_first)
+job = job.replace(model=OfRows, collate=stack_time_first)

@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from equality_table import IMAGES, VECTORS, job, mlp, normed_cnn, resolved, seen
+from equality_table import (
+    IMAGES,
+    VECTORS,
+    make_batch_norm_cnn,
+    make_job,
+    make_mlp,
+    observe_steps,
+    resolve_text,
+)
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -22,14 +30,14 @@ from paragrad.record.record import Record
 from paragrad.runtime.world import World
 from paragrad.trainer.trainer import Trainer
 
-pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm")]
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_ranks")]
 
 State = dict[str, Tensor]
 plain = functools.partial(torch.optim.SGD, lr=0.1)
 
 
 def vectors(**changes: Any) -> pg.Job:
-    return job("vectors", mlp, VECTORS).replace(
+    return make_job("vectors", make_mlp, VECTORS).replace(
         **{"epochs": 3, "dtype": torch.float64, "optimizer": plain, **changes}
     )
 
@@ -37,7 +45,9 @@ def vectors(**changes: Any) -> pg.Job:
 def ranks_of(
     pool: Launcher, made: pg.Job, text: str, steps: int, look: Callable[[Trainer], Any]
 ) -> list[list[Any]]:
-    return pool.run(seen, made, resolved(text), steps, look, size=resolved(text).size)
+    return pool.run(
+        observe_steps, made, resolve_text(text), steps, look, size=resolve_text(text).size
+    )
 
 
 def copied(tensors: Any) -> State:
@@ -202,7 +212,7 @@ def test_averaged_replicas_agree_in_all_averaged_state(pool: Launcher, text: str
     Earlier, each replica kept its own. A test then added up the results of n different models.
     """
     ranks = ranks_of(pool, kept_and_centred(), text, 4, everything)
-    size = resolved(text).size
+    size = resolve_text(text).size
     names = ("count", "large", "queue", "the loss.center")
     for name in names:
         assert all(torch.equal(rank[3][name], ranks[0][3][name]) for rank in ranks), name
@@ -239,7 +249,7 @@ def on_the_way(world: World, made: pg.Job) -> State:
         in_a_test(trainer)
         found.append(everything(trainer))
 
-    seen(world, made, resolved("local(3, every=3)"), 3, look)
+    observe_steps(world, made, resolve_text("local(3, every=3)"), 3, look)
     return found[-1]
 
 
@@ -303,8 +313,8 @@ def test_averaged_state_is_reported_once(tmp_path: Path, text: str) -> None:
 )
 def test_batch_norm_statistics_are_not_reported(tmp_path: Path, text: str) -> None:
     """If the model is cut, attributes also hold buffers. They are not reported either."""
-    run = pg.train(job("normed", normed_cnn, IMAGES, epochs=2), text, runs=tmp_path)
-    for rank in range(resolved(text).size):
+    run = pg.train(make_job("normed", make_batch_norm_cnn, IMAGES, epochs=2), text, runs=tmp_path)
+    for rank in range(resolve_text(text).size):
         said = [
             line
             for line in Record(run.folder).select_lines("choice", rank)
@@ -385,10 +395,10 @@ def states_sent(world: World) -> tuple[int, int]:
         with heard():
             trainer.training.setup.exchange.gather_optimizer_state()
 
-    seen(
+    observe_steps(
         world,
         vectors(optimizer=functools.partial(Viewing, lr=0.1)),
-        resolved("local(2, every=2)"),
+        resolve_text("local(2, every=2)"),
         1,
         look,
     )
@@ -449,7 +459,7 @@ class Adapting(torch.optim.SGD):
 
 
 def counted_at_the_end(world: World, text: str) -> tuple[float, list[float]]:
-    model = mlp()
+    model = make_mlp()
     optimizer = Counting(model.parameters(), lr=0.1, momentum=0.9)
     with pg.parallelize(model, functional.cross_entropy, optimizer, text) as trainer:
         for inputs, target in trainer.batches(VECTORS, 12, 0):
@@ -466,7 +476,7 @@ def test_optimizer_attributes_outside_of_state_are_kept(text: str) -> None:
     This raised a KeyError after the last step of a loop. If the model was cut, the count was lost.
     """
     with Launcher(4) as four:
-        found = four.run(counted_at_the_end, text, size=resolved(text).size)
+        found = four.run(counted_at_the_end, text, size=resolve_text(text).size)
     assert all(each == found[0] for each in found)
     assert found[0][0] == 3
 
@@ -516,7 +526,7 @@ def test_bytes_of_saving_are_recorded_apart(tmp_path: Path) -> None:
     """
     made = vectors(test=VECTORS, optimizer=functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9))
     run = pg.train(made, "local(2, every=4, reduce=ring)", runs=tmp_path, save=2)
-    weights = 8 * sum(each.numel() for each in mlp().parameters())
+    weights = 8 * sum(each.numel() for each in make_mlp().parameters())
     for rank in range(2):
         lines = Record(run.folder).select_lines("checkpoint", rank)
         assert [line["step"] for line in lines] == [2, 4, 6, 8, 9]
@@ -533,7 +543,7 @@ def test_bytes_of_saving_are_recorded_apart(tmp_path: Path) -> None:
 # ---- learning rates --------------------------------------------------------------------------
 def rated(world: World, by_test: bool) -> float:
     """Train with a learning rate that follows the loss of each step, or of each test."""
-    model = mlp()
+    model = make_mlp()
     optimizer = plain(model.parameters())
     with pg.parallelize(model, functional.cross_entropy, optimizer, "local(2, every=2)") as trainer:
         for inputs, target in trainer.batches(VECTORS, 12, 0):

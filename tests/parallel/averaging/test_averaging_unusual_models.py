@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from equality_table import VECTORS, job
+from equality_table import VECTORS, make_job
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -21,7 +21,7 @@ from paragrad.datasets.sample_order import SampleOrder
 from paragrad.record.record import Record
 from paragrad.validation.validate import validate_run
 
-pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm")]
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_ranks")]
 LOCAL = "local(2, every=3)"
 FEDERATED = "federated(2, clients=6, fraction=0.7)"
 
@@ -35,7 +35,7 @@ def linear() -> nn.Module:
 
 
 def of(model: Any, optimizer: Any = sgd, **changes: Any) -> pg.Job:
-    return job("found", model, VECTORS).replace(
+    return make_job("found", model, VECTORS).replace(
         optimizer=optimizer, dtype=torch.float64, batch=4, **changes
     )
 

@@ -19,12 +19,12 @@ from equality_table import (
     JOBS,
     VECTORS,
     Clamped,
-    adam,
-    job,
-    mlp,
-    normed_cnn,
-    resolved,
-    stepped,
+    make_adam,
+    make_batch_norm_cnn,
+    make_job,
+    make_mlp,
+    make_step_lr,
+    resolve_text,
 )
 from torch import Tensor, nn
 from torch.nn import functional
@@ -43,7 +43,7 @@ from paragrad.validation.validate import ValidatedRun, validate_run
 
 pytestmark = [
     pytest.mark.processes,
-    pytest.mark.usefixtures("warm"),
+    pytest.mark.usefixtures("warm_ranks"),
     pytest.mark.filterwarnings("ignore:.* clients takes part in a round"),
 ]
 
@@ -53,7 +53,7 @@ heavy = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 def vectors(**changes: Any) -> pg.Job:
-    return job("vectors", mlp, VECTORS).replace(
+    return make_job("vectors", make_mlp, VECTORS).replace(
         **{"epochs": 3, "dtype": torch.float64, "optimizer": heavy, "batch": 4, **changes}
     )
 
@@ -133,7 +133,7 @@ def averaged(made: pg.Job, rounds: ClientRounds) -> State:
         ("federated(2, clients=4, fraction=0.5, local_epochs=2, rounds=5)", {}),
         (
             "federated(1, clients=3, fraction=1.0, rounds=3, reduce=native)",
-            {"optimizer": adam, "clip_norm": 0.05},
+            {"optimizer": make_adam, "clip_norm": 0.05},
         ),
         ("federated(3, clients=5, fraction=0.6, rounds=4, split=dirichlet(0.3), reduce=ring)", {}),
         ("federated(2, clients=9, fraction=0.1, rounds=4, reduce=tree)", {"batch": 3}),
@@ -257,7 +257,7 @@ def test_only_weights_and_counts_are_sent(pool: Launcher, tmp_path: Path, reduce
     )
     heard = checked.run_on_ranks(pool, listening, checked, tmp_path, 0.0)
     counts = 8 * (1 + 3)
-    weights = 8 * sum(each.numel() for each in mlp().parameters())
+    weights = 8 * sum(each.numel() for each in make_mlp().parameters())
     for rank in range(3):
         lines = [line for path in [tmp_path / f"rank-{rank}.jsonl"] for line in read_lines(path)]
         assert all(line["sent"] == {} for line in lines if line["kind"] == "step")
@@ -671,7 +671,7 @@ def test_optimizer_may_keep_the_initial_weights_of_a_client(tmp_path: Path) -> N
 
 
 def test_batch_norm_statistics_are_averaged(tmp_path: Path) -> None:
-    made = job("normed", normed_cnn, IMAGES, dtype=torch.float64, epochs=2)
+    made = make_job("normed", make_batch_norm_cnn, IMAGES, dtype=torch.float64, epochs=2)
     one, two = (
         trained(made, f"federated({workers}, clients=3, fraction=1.0)", tmp_path / str(workers))[0]
         for workers in (1, 2)
@@ -690,7 +690,7 @@ def test_scheduler_advances_by_samples_between_rounds(tmp_path: Path) -> None:
 
     An epoch of 29 samples has 8 serial steps, and a round of half of the clients has 4.
     """
-    made = vectors(scheduler=stepped, scheduler_every="step", epochs=2)
+    made = vectors(scheduler=make_step_lr, scheduler_every="step", epochs=2)
     _, record = trained(made, "federated(2, clients=4, fraction=0.5)", tmp_path)
     rates = [
         sorted(
@@ -730,7 +730,7 @@ def test_resumed_scheduler_is_moved_to_the_round_boundary(
 
     Earlier, the scheduler never made its eighth step, so all later rates were one step late.
     """
-    made = vectors(scheduler=stepped, scheduler_every="step", epochs=2)
+    made = vectors(scheduler=make_step_lr, scheduler_every="step", epochs=2)
     _, saved = trained(made, "serial", tmp_path, save=7, limit=7)
     _, record = trained(
         made, "federated(2, clients=4, fraction=0.5)", tmp_path, resume=saved.folder
@@ -758,7 +758,7 @@ def test_round_is_evaluated_and_ends_at_the_goal(tmp_path: Path) -> None:
 
 
 def test_resume_between_rounds_is_bit_equal(tmp_path: Path) -> None:
-    made = images(scheduler=stepped, scheduler_every="step")
+    made = images(scheduler=make_step_lr, scheduler_every="step")
     text = "federated({}, clients=9, fraction=0.34, rounds={})"
     whole, full = trained(made, text.format(2, 6), tmp_path)
     _, first = trained(made, text.format(2, 4), tmp_path, save=5)
@@ -897,7 +897,7 @@ def test_stop_request_is_handled_at_a_round_boundary(pool: Launcher, tmp_path: P
 )
 def test_invalid_input_is_refused_with_the_repair(text: str, says: str) -> None:
     with pytest.raises(pg.Refused) as caught:
-        resolved(text)
+        resolve_text(text)
     assert says in str(caught.value)
 
 
@@ -932,7 +932,7 @@ def test_job_that_clients_cannot_divide_is_refused() -> None:
             "give split=even",
         ),
         (
-            job("normed", normed_cnn, IMAGES, batch=9),
+            make_job("normed", make_batch_norm_cnn, IMAGES, batch=9),
             "federated(2, clients=3)",
             "client 0 has 10 sample(s) in batches of 9",
         ),
@@ -941,7 +941,7 @@ def test_job_that_clients_cannot_divide_is_refused() -> None:
             validate_run(made, text)
     with pytest.raises(pg.Refused, match="leave out --verify"):
         pg.train(vectors(), "federated(2, clients=3)", verify=True)
-    model = mlp()
+    model = make_mlp()
     with (
         pytest.raises(pg.Refused, match="in a loop of your own paragrad cannot choose"),
         pg.parallelize(

@@ -18,11 +18,11 @@ from equality_table import (
     VECTORS,
     Clamped,
     TiedLstm,
-    job,
-    mlp,
-    normed_cnn,
-    resolved,
-    seen,
+    make_batch_norm_cnn,
+    make_job,
+    make_mlp,
+    observe_steps,
+    resolve_text,
 )
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -42,7 +42,7 @@ from paragrad.trainer.settings import Settings
 from paragrad.trainer.trainer import Trainer
 from paragrad.validation.validate import validate_run
 
-pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm")]
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_ranks")]
 
 State = dict[str, Tensor]
 plain = functools.partial(torch.optim.SGD, lr=0.1)
@@ -51,7 +51,7 @@ STEPS = 7  # an epoch has 3 steps, the last of them with 5 samples
 
 
 def vectors(**changes: Any) -> pg.Job:
-    return job("vectors", mlp, VECTORS).replace(
+    return make_job("vectors", make_mlp, VECTORS).replace(
         **{"epochs": 4, "dtype": torch.float64, "optimizer": plain, **changes}
     )
 
@@ -72,13 +72,13 @@ def stands(trainer: Trainer) -> State:
 def steps_of(world: World, made: pg.Job, chosen: Strategy, steps: int) -> list[tuple[State, State]]:
     """Return both states before the first step and after each step."""
     begun = copied(made.build_model_to_train().state_dict())
-    return [(begun, begun), *seen(world, made, chosen, steps, both)]
+    return [(begun, begun), *observe_steps(world, made, chosen, steps, both)]
 
 
 def steps_on(
     pool: Launcher, made: pg.Job, text: str, steps: int = STEPS
 ) -> list[list[tuple[State, State]]]:
-    chosen = resolved(text)
+    chosen = resolve_text(text)
     return pool.run(steps_of, made, chosen, steps, size=chosen.size)
 
 
@@ -109,7 +109,7 @@ def test_averaging_after_every_sgd_step_is_serial(pool: Launcher, text: str) -> 
     Under elastic with a pull of 1/2 on two replicas, the centre is their mean. The replicas
     themselves do not become equal to it.
     """
-    chosen = resolved(text)
+    chosen = resolve_text(text)
     found = pool.run(
         measure_distances,
         vectors(optimizer=functools.partial(plain, weight_decay=0.01)),
@@ -126,7 +126,7 @@ def test_averaging_after_every_sgd_step_is_serial(pool: Launcher, text: str) -> 
 def test_momentum_differs_and_the_deviation_is_reported(
     pool: Launcher, tmp_path: Path, text: str
 ) -> None:
-    chosen = resolved(text)
+    chosen = resolve_text(text)
     found = pool.run(
         measure_distances, vectors(optimizer=heavy), chosen, Settings(), 6, size=chosen.size
     )[0]
@@ -248,7 +248,7 @@ def test_synchronous_first_steps_equal_data(pool: Launcher) -> None:
 
 def beside_plain(world: World, made: pg.Job) -> bool:
     """Return whether an epoch of this replica equals a loop of plain torch over the same shares."""
-    trainer = Trainer.build_for_job(world, made, resolved("local(2, every=end)"))
+    trainer = Trainer.build_for_job(world, made, resolve_text("local(2, every=end)"))
     model = made.build_model_to_train()
     optimizer = made.optimizer(model.parameters())
     try:
@@ -284,7 +284,7 @@ def torchs(world: World, made: pg.Job, steps: int, every: int, after: int) -> St
     averager = PeriodicModelAverager(period=every, warmup_steps=after + every - 1)
     optimizer = PostLocalSGDOptimizer(made.optimizer(model.parameters()), averager)
     # only its batches are used
-    trainer = Trainer.build_for_job(world, made, resolved("local(2, every=end)"))
+    trainer = Trainer.build_for_job(world, made, resolve_text("local(2, every=end)"))
     try:
         batches = (
             fetched
@@ -346,7 +346,7 @@ def test_outer_step_equals_torch_nesterov_sgd(pool: Launcher) -> None:
 
 def alone_from(world: World, made: pg.Job, begun: State, first: int) -> State:
     """Return the mean of two replicas, weighted by samples, after two local steps from `begun`."""
-    trainer = Trainer.build_for_job(world, made, resolved("local(2, every=end)"))
+    trainer = Trainer.build_for_job(world, made, resolve_text("local(2, every=end)"))
     trainer.model.load_state_dict(begun)
     try:
         order = made.make_order(made.train)
@@ -380,7 +380,12 @@ def test_outer_step_covers_a_whole_round(pool: Launcher) -> None:
     with all its momentum. It was far beyond the mean.
     """
     ranks = pool.run(
-        seen, vectors(), resolved("local(2, every=3, outer=nesterov)"), 5, outer_momentum, size=2
+        observe_steps,
+        vectors(),
+        resolve_text("local(2, every=3, outer=nesterov)"),
+        5,
+        outer_momentum,
+        size=2,
     )
     met = ranks[0][2]
     assert close(met[0], met[2], 0.0)
@@ -420,7 +425,7 @@ def test_elastic_averaging_equals_the_published_formula(pool: Launcher) -> None:
 # ---- other state of a model ------------------------------------------------------------------
 def test_running_statistics_are_averaged_and_constants_kept(pool: Launcher) -> None:
     """Constants are not averaged: a mean over three replicas can differ in the last bit."""
-    made = job("normed", constant_cnn, IMAGES, dtype=torch.float64, optimizer=plain, epochs=3)
+    made = make_job("normed", constant_cnn, IMAGES, dtype=torch.float64, optimizer=plain, epochs=3)
     ranks = steps_on(pool, made, "local(3, every=2)", 4)
     for step in (2, 4):
         assert all(close(rank[step][1], ranks[0][step][1], 0.0) for rank in ranks)
@@ -430,7 +435,7 @@ def test_running_statistics_are_averaged_and_constants_kept(pool: Launcher) -> N
 
 
 def constant_cnn() -> nn.Module:
-    model = normed_cnn()
+    model = make_batch_norm_cnn()
     model.register_buffer("constants", torch.arange(1, 50, dtype=torch.float64).reciprocal())
     return model
 
@@ -463,7 +468,7 @@ def test_no_replica_updates_without_counted_targets(pool: Launcher) -> None:
         TEXT.tensors[0][:24], TEXT.tensors[1][:24].clone().fill_(-100)
     )
     ranks = steps_on(
-        pool, job("nothing", TiedLstm, data, dtype=torch.float64), "local(2, every=2)", 4
+        pool, make_job("nothing", TiedLstm, data, dtype=torch.float64), "local(2, every=2)", 4
     )
     assert all(close(rank[step][1], rank[0][1], 0.0) for rank in ranks for step in range(5))
 
@@ -474,7 +479,7 @@ def test_batch_without_counted_targets_has_losses_recorded(tmp_path: Path) -> No
         TEXT.tensors[0][:24], TEXT.tensors[1][:24].clone().fill_(-100)
     )
     run = pg.train(
-        job("nothing", TiedLstm, data),
+        make_job("nothing", TiedLstm, data),
         "local(2, every=2)",
         runs=tmp_path,
         skip_first_step_check=True,
@@ -501,10 +506,10 @@ def test_divided_model_is_averaged_by_stage(pool: Launcher, text: str) -> None:
     The last of four modules has no parameters, and can be a stage of its own. Earlier, the rank of
     that stage took no part when the other ranks made their copies equal.
     """
-    made = vectors(optimizer=heavy, model=lambda: nn.Sequential(*mlp(), nn.Tanh()))
+    made = vectors(optimizer=heavy, model=lambda: nn.Sequential(*make_mlp(), nn.Tanh()))
     cut, whole = (
-        pool.run(seen, made, chosen, 6, stands, size=chosen.size)[0]
-        for chosen in map(resolved, (text, text.partition(" *")[0]))
+        pool.run(observe_steps, made, chosen, 6, stands, size=chosen.size)[0]
+        for chosen in map(resolve_text, (text, text.partition(" *")[0]))
     )
     assert all(close(one, other) for one, other in zip(cut, whole, strict=True))
 
@@ -563,7 +568,11 @@ def test_buffer_with_different_shapes_is_named(pool: Launcher) -> None:
         pytest.raises(pg.RankFailed, match="it has 3 numbers on rank 0 and 2 on rank 1") as caught,
     ):
         two.run(
-            steps_of, vectors(model=Following, batch=5), resolved("local(2, every=1)"), 1, size=2
+            steps_of,
+            vectors(model=Following, batch=5),
+            resolve_text("local(2, every=1)"),
+            1,
+            size=2,
         )
     assert caught.value.tensor == "last"
 
@@ -582,7 +591,12 @@ def test_optimizer_may_replace_parameter_storage(pool: Launcher) -> None:
     assert (
         max(
             pool.run(
-                measure_distances, made, resolved("local(2, every=1)"), Settings(), STEPS, size=2
+                measure_distances,
+                made,
+                resolve_text("local(2, every=1)"),
+                Settings(),
+                STEPS,
+                size=2,
             )[0]
         )
         < 1e-10
@@ -618,7 +632,7 @@ def test_elastic_replicas_share_a_center_without_counted_data(pool: Launcher) ->
     data = torch.utils.data.TensorDataset(TEXT.tensors[0][:24], targets)
     ranks = steps_on(
         pool,
-        job("nothing", TiedLstm, data, dtype=torch.float64),
+        make_job("nothing", TiedLstm, data, dtype=torch.float64),
         "local(2, every=1, outer=elastic)",
         4,
     )
@@ -650,7 +664,7 @@ def test_three_elastic_averagings_equal_the_formula(pool: Launcher) -> None:
 
 def one_step_from(world: World, made: pg.Job, begun: list[State], step: int) -> State:
     """Return a replica's own weights after this step, from the given weights."""
-    trainer = Trainer.build_for_job(world, made, resolved("local(3, every=end)"))
+    trainer = Trainer.build_for_job(world, made, resolve_text("local(3, every=end)"))
     trainer.model.load_state_dict(begun[world.rank])
     try:
         order = made.make_order(made.train)
@@ -687,9 +701,9 @@ def test_copies_inside_a_replica_stay_bit_equal(pool: Launcher, reduce: str) -> 
     Earlier, three numbers were summed in different orders, so copies differed in the last bit.
     """
     with Launcher(6) as six:
-        chosen = resolved(f"local(3, every=1, reduce={reduce}) * tensor(2)")
+        chosen = resolve_text(f"local(3, every=1, reduce={reduce}) * tensor(2)")
         assert (
-            six.run(seen, vectors(model=odd), chosen, 9, unequal, size=6, timeout=60)
+            six.run(observe_steps, vectors(model=odd), chosen, 9, unequal, size=6, timeout=60)
             == [[None] * 9] * 6
         )
 
@@ -698,7 +712,7 @@ def scheduled_free(world: World, every: int) -> State:
     """Return the weights that a test uses on this rank, right after an average or not."""
     schedulefree = pytest.importorskip("schedulefree")
     made = vectors(optimizer=functools.partial(schedulefree.SGDScheduleFree, lr=0.1))
-    trainer = Trainer.build_for_job(world, made, resolved(f"local(2, every={every})"))
+    trainer = Trainer.build_for_job(world, made, resolve_text(f"local(2, every={every})"))
     try:
         for fetched in trainer.batches(made.train, made.batch, 0):
             trainer.step(*separate_target(fetched))
@@ -722,7 +736,7 @@ def test_optimizer_with_modes_is_evaluated_as_one_model(pool: Launcher, every: i
 # ---- runs ------------------------------------------------------------------------------------
 def images(**changes: Any) -> pg.Job:
     tested = {"epochs": 4, "test": VECTORS, "metric": pg.accuracy, "optimizer": plain}
-    return job("images", mlp, VECTORS).replace(**{**tested, **changes})
+    return make_job("images", make_mlp, VECTORS).replace(**{**tested, **changes})
 
 
 def test_averaging_and_evaluation_bytes_are_recorded_apart(
@@ -864,7 +878,7 @@ def test_outer_momentum_is_saved(tmp_path: Path) -> None:
 
 # ---- a user's own loop -----------------------------------------------------------------------
 def own_loop(world: World, text: str, stopped: int) -> tuple[list[bool], State, State]:
-    model = mlp()
+    model = make_mlp()
     optimizer = plain(model.parameters())
     stops = []
     with pg.parallelize(model, nn.functional.cross_entropy, optimizer, text) as trainer:
@@ -888,7 +902,7 @@ def test_final_model_is_the_mean(pool: Launcher, text: str) -> None:
 
     Earlier, they reported it one step later, in the next round.
     """
-    size = resolved(text).size
+    size = resolve_text(text).size
     found = pool.run(own_loop, text, size - 1, size=size)
     assert [each[0] for each in found] == [[False] * 2 + [True] * 7] * size
     for _, stood, model in found:
@@ -901,7 +915,7 @@ def early_end(world: World) -> None:
 
     That loss differs between ranks.
     """
-    model = mlp()
+    model = make_mlp()
     with pg.parallelize(
         model, nn.functional.cross_entropy, plain(model.parameters()), "local(2, every=3)"
     ) as trainer:
@@ -926,7 +940,7 @@ def test_ranks_that_end_at_different_steps_are_reported(pool: Launcher) -> None:
 
 
 def frozen_late(world: World, freeze: bool) -> None:
-    model = mlp()
+    model = make_mlp()
     model[0].requires_grad_(freeze)
     with pg.parallelize(
         model, nn.functional.cross_entropy, plain(model.parameters()), "local(2, every=3)"
@@ -951,7 +965,7 @@ def test_late_freezing_and_unfreezing_is_reported(freeze: bool) -> None:
 
 
 def states_at_the_end(world: World, text: str) -> dict[str, State]:
-    model = mlp()
+    model = make_mlp()
     optimizer = heavy(model.parameters())
     with pg.parallelize(model, nn.functional.cross_entropy, optimizer, text) as trainer:
         for inputs, target in trainer.batches(VECTORS, 12, 0):
@@ -964,7 +978,7 @@ def states_at_the_end(world: World, text: str) -> dict[str, State]:
 )
 def test_final_optimizer_state_is_averaged_on_every_rank(pool: Launcher, text: str) -> None:
     """Earlier, if the model was cut, only the first replica had an optimizer state at the end."""
-    found = pool.run(states_at_the_end, text, size=resolved(text).size)
+    found = pool.run(states_at_the_end, text, size=resolve_text(text).size)
     assert set(found[0]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
     for rank in found:
         for name, state in found[0].items():
@@ -1025,7 +1039,7 @@ def test_stop_request_during_averaging_is_handled_there(
 )
 def test_invalid_input_is_refused_with_the_repair(text: str, says: str) -> None:
     with pytest.raises(pg.Refused) as caught:
-        resolved(text)
+        resolve_text(text)
     assert says in str(caught.value)
 
 
@@ -1141,7 +1155,7 @@ class Decaying(torch.optim.SGD):
 
 def kept_by(kind: Any, dtype: torch.dtype = torch.float32, **more: Any) -> bool:
     return has_weight_copies(
-        kind(nn.Sequential(*mlp(), nn.BatchNorm1d(4)).to(dtype).parameters(), lr=0.1, **more)
+        kind(nn.Sequential(*make_mlp(), nn.BatchNorm1d(4)).to(dtype).parameters(), lr=0.1, **more)
     )
 
 
@@ -1188,7 +1202,7 @@ def test_optimizer_that_undoes_averaging_is_refused(kind: Any, text: str) -> Non
     with (
         pytest.raises(pg.Refused, match=says),
         pg.parallelize(
-            model := mlp(),
+            model := make_mlp(),
             nn.functional.cross_entropy,
             kind(model.parameters(), lr=0.1),
             "local(1)",
@@ -1220,7 +1234,10 @@ def test_optimizer_with_modes_and_a_center_is_refused_at_start(outer: str) -> No
     with (
         pytest.raises(pg.Refused, match=says),
         pg.parallelize(
-            model := mlp(), nn.functional.cross_entropy, Moded(model.parameters(), lr=0.1), text
+            model := make_mlp(),
+            nn.functional.cross_entropy,
+            Moded(model.parameters(), lr=0.1),
+            text,
         ),
     ):
         pass
@@ -1231,7 +1248,7 @@ def test_optimizer_with_modes_and_a_center_is_refused_at_start(outer: str) -> No
 def slow_one(world: World) -> None:
     """Keep rank 1 in its second step until rank 0 has given up waiting for it."""
     made = vectors()
-    trainer = Trainer.build_for_job(world, made, resolved("local(2, every=2)"))
+    trainer = Trainer.build_for_job(world, made, resolve_text("local(2, every=2)"))
     try:
         for number, fetched in enumerate(trainer.batches(made.train, made.batch, 0)):
             if number == 1 and world.rank:
@@ -1263,7 +1280,7 @@ def test_long_wait_for_a_slow_replica_has_a_repair(backend: str) -> None:
 )
 def test_straggler_warning_follows_the_averaging_interval(text: str, after: float) -> None:
     """Earlier, the warning said that a slow replica was still loading or gone."""
-    trainer = Trainer.build_for_job(World(), vectors(), resolved(text))
+    trainer = Trainer.build_for_job(World(), vectors(), resolve_text(text))
     assert trainer.training.monitor.slow_after == after
     trainer.close()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from equality_table import Experts, Forking, Residual, Towers, deep
+from equality_table import Experts, Forking, Residual, Towers, make_deep_mlp
 from torch import Tensor, nn
 
 import paragrad as pg
@@ -47,7 +47,7 @@ def test_skip_connections_towers_and_tuples() -> None:
 
 
 def test_chain_has_no_branches() -> None:
-    assert found(deep(), torch.randn(2, 10)) == []
+    assert found(make_deep_mlp(), torch.randn(2, 10)) == []
 
 
 class Nested(nn.Module):

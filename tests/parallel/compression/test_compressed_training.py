@@ -20,12 +20,12 @@ from equality_table import (
     COMPRESSED,
     JOBS,
     VECTORS,
-    found,
-    however_small,
-    job,
-    numbers,
-    resolved,
-    seen,
+    call_with_small_tensors_compressed,
+    draw_numbers,
+    make_job,
+    measure_difference,
+    observe_steps,
+    resolve_text,
 )
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -45,7 +45,7 @@ from paragrad.strategies.shares import apportion_samples
 from paragrad.trainer.settings import Settings
 from paragrad.trainer.trainer import Trainer
 
-pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm")]
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_ranks")]
 
 State = dict[str, Tensor]
 plain = functools.partial(torch.optim.SGD, lr=0.1)
@@ -62,7 +62,7 @@ def wide() -> nn.Module:
 
 
 def vectors(**changes: Any) -> pg.Job:
-    return job("vectors", wide, VECTORS).replace(
+    return make_job("vectors", wide, VECTORS).replace(
         **{"epochs": 4, "dtype": torch.float64, "optimizer": plain, **changes}
     )
 
@@ -78,8 +78,8 @@ def steps_on(
     steps: int = STEPS,
     look: Callable[[Trainer], Any] = weights,
 ) -> list[list[Any]]:
-    chosen = resolved(text)
-    return pool.run(seen, made, chosen, steps, look, size=chosen.size)
+    chosen = resolve_text(text)
+    return pool.run(observe_steps, made, chosen, steps, look, size=chosen.size)
 
 
 def equal(one: State, other: State) -> bool:
@@ -146,7 +146,7 @@ def test_lossless_compression_equals_serial(
     pool: Launcher, row: str, column: str, workers: int
 ) -> None:
     text = row.format(n=workers, shares=[3, 1, 2][:workers])
-    difference = found(pool, text, JOBS[column], steps=9)
+    difference = measure_difference(pool, text, JOBS[column], steps=9)
     assert difference.value <= max(1e-10, difference.allowed), difference
 
 
@@ -159,9 +159,13 @@ def test_lossless_compression_equals_serial(
     ],
 )
 def test_lossless_compression_of_a_pipeline_equals_serial(pool: Launcher, text: str) -> None:
-    task = functools.partial(however_small, measure_distances)
+    task = functools.partial(call_with_small_tensors_compressed, measure_distances)
     assert (
-        max(pool.run(task, vectors(optimizer=heavy), resolved(text), Settings(), STEPS, size=4)[0])
+        max(
+            pool.run(task, vectors(optimizer=heavy), resolve_text(text), Settings(), STEPS, size=4)[
+                0
+            ]
+        )
         < 1e-10
     )
 
@@ -382,7 +386,7 @@ def in_small_buckets(world: World, *args: Any) -> list[Any]:
     before = bucketing.BUCKET_BYTES
     bucketing.BUCKET_BYTES = 1000
     try:
-        return seen(world, *args)
+        return observe_steps(world, *args)
     finally:
         bucketing.BUCKET_BYTES = before
 
@@ -395,7 +399,7 @@ def test_bucketing_does_not_change_the_result(pool: Launcher, tmp_path: Path, te
     """Buckets have sparse messages of different lengths on each rank, and empty ones."""
     made = vectors(model=deeper, optimizer=heavy)
     strategy = f"data(3, compress={text})"
-    apart = pool.run(in_small_buckets, made, resolved(strategy), STEPS, weights, size=3)
+    apart = pool.run(in_small_buckets, made, resolve_text(strategy), STEPS, weights, size=3)
     for one, other in zip(apart[0], steps_on(pool, made, strategy)[0], strict=True):
         # small tensors are added up in another order
         assert close(one, other)
@@ -519,7 +523,9 @@ def test_parameters_of_any_real_or_complex_type(
     pool: Launcher, dtype: torch.dtype, text: str
 ) -> None:
     if dtype.is_complex:
-        data = TensorDataset(numbers(29, 60, seed=1).to(dtype), numbers(29, 60, seed=2).to(dtype))
+        data = TensorDataset(
+            draw_numbers(29, 60, seed=1).to(dtype), draw_numbers(29, 60, seed=2).to(dtype)
+        )
         made = vectors(
             model=lambda: nn.Linear(60, 60, dtype=dtype),
             loss=squares,

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from equality_table import VECTORS
-from equality_table import job as make_job
+from equality_table import VECTORS, make_job
 from torch import nn
 
 import paragrad as pg

@@ -13,7 +13,17 @@ from unittest import mock
 
 import pytest
 import torch
-from equality_table import JOBS, VECTORS, TiedLstm, adam, job, mlp, numbers, resolved, whole
+from equality_table import (
+    JOBS,
+    VECTORS,
+    TiedLstm,
+    draw_integers,
+    draw_numbers,
+    make_adam,
+    make_job,
+    make_mlp,
+    resolve_text,
+)
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import TensorDataset
@@ -36,15 +46,20 @@ BOUND = 1e-10
 WIDTH = 128
 LAYERS = 8
 LAYER = 4 * WIDTH * (WIDTH + 1)  # bytes of one layer
-WIDE = TensorDataset(numbers(32, WIDTH, seed=1), numbers(32, WIDTH, seed=2))
+WIDE = TensorDataset(draw_numbers(32, WIDTH, seed=1), draw_numbers(32, WIDTH, seed=2))
 
 
 def eight_equal() -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
 
 
-EIGHT = job(
-    "eight equal layers", eight_equal, WIDE, loss=nn.functional.mse_loss, optimizer=adam, batch=8
+EIGHT = make_job(
+    "eight equal layers",
+    eight_equal,
+    WIDE,
+    loss=nn.functional.mse_loss,
+    optimizer=make_adam,
+    batch=8,
 )
 
 
@@ -90,7 +105,7 @@ def test_rank_holds_its_shard_of_parameters_and_state(pool: Launcher) -> None:
     """
     serial, _ = at_rest(World(), Serial(threads=1))
     assert 4 * LAYERS * LAYER <= serial <= 4.2 * LAYERS * LAYER
-    ranks = pool.run(at_rest, resolved("data(4, state=fully_sharded)"), size=4)
+    ranks = pool.run(at_rest, resolve_text("data(4, state=fully_sharded)"), size=4)
     assert max(held for held, _ in ranks) <= 0.45 * serial
     # every layer is gathered for forward and for backward, and its gradient is summed once
     for _, sent in ranks:
@@ -213,8 +228,8 @@ ODD["a tied weight whose copy is trained"] = SavedHead
 def test_unusual_models_equal_serial(pool: Launcher, name: str) -> None:
     found = pool.run(
         compare_with_serial,
-        job(name, ODD[name], VECTORS, clip_norm=0.5),
-        resolved("data(3, state=fully_sharded)"),
+        make_job(name, ODD[name], VECTORS, clip_norm=0.5),
+        resolve_text("data(3, state=fully_sharded)"),
         size=3,
     )
     assert found[0].value <= BOUND
@@ -227,7 +242,7 @@ def test_fully_sharded_over_gloo_equals_serial(pool: Launcher, column: str) -> N
     found = pool.run(
         compare_with_serial,
         JOBS[column],
-        resolved("data(2, state=fully_sharded)"),
+        resolve_text("data(2, state=fully_sharded)"),
         size=2,
         backend="gloo",
     )
@@ -237,7 +252,7 @@ def test_fully_sharded_over_gloo_equals_serial(pool: Launcher, column: str) -> N
 def with_factor_alone(world: World) -> None:
     with mock.patch.object(FSDPModule, "set_force_sum_reduction_for_comms"):
         trainer = Trainer.build_for_job(
-            world, JOBS["mlp"], resolved("data(2, state=fully_sharded)")
+            world, JOBS["mlp"], resolve_text("data(2, state=fully_sharded)")
         )
         trainer.step(*separate_target(next(trainer.batches(JOBS["mlp"].train, 12, epoch=0))))
 
@@ -248,7 +263,7 @@ def scores(world: World, chosen: Strategy, made: Job) -> list[float]:
 
     The test has 515 samples; one of two ranks has 2 batches, and the other has 3.
     """
-    data = TensorDataset(numbers(515, 10, seed=8), whole(4, 515, seed=9))
+    data = TensorDataset(draw_numbers(515, 10, seed=8), draw_integers(4, 515, seed=9))
     trainer = Trainer.build_for_job(world, made, chosen)
     try:
         found = [trainer.evaluate(data)]
@@ -262,12 +277,14 @@ def scores(world: World, chosen: Strategy, made: Job) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "optimizer", [adam, lambda parameters: Averaging(parameters, lr=0.1)], ids=["adam", "averaging"]
+    "optimizer",
+    [make_adam, lambda parameters: Averaging(parameters, lr=0.1)],
+    ids=["adam", "averaging"],
 )
 def test_evaluation_with_unequal_batch_counts_per_rank(pool: Launcher, optimizer: Any) -> None:
-    made = job("tested", mlp, VECTORS, optimizer=optimizer, dtype=torch.float64)
+    made = make_job("tested", make_mlp, VECTORS, optimizer=optimizer, dtype=torch.float64)
     expected = scores(World(), Serial(threads=1), made)
-    for found in pool.run(scores, resolved("data(2, state=fully_sharded)"), made, size=2):
+    for found in pool.run(scores, resolve_text("data(2, state=fully_sharded)"), made, size=2):
         assert found == pytest.approx(expected, rel=1e-10)
 
 
@@ -302,16 +319,20 @@ class Hooked(nn.Linear):
 
 STOPPED: dict[str, tuple[Job, str]] = {
     "an optimizer of whole tensors": (
-        job("normed", mlp, VECTORS, optimizer=lambda parameters: NormedSgd(parameters, lr=0.1)),
+        make_job(
+            "normed", make_mlp, VECTORS, optimizer=lambda parameters: NormedSgd(parameters, lr=0.1)
+        ),
         r"NormedSgd does not update element by element \(tried on a small copy\), and "
         r"state=fully_sharded gives it parts",
     ),
     "an optimizer that draws": (
-        job("langevin", mlp, VECTORS, optimizer=lambda parameters: Langevin(parameters, lr=0.1)),
+        make_job(
+            "langevin", make_mlp, VECTORS, optimizer=lambda parameters: Langevin(parameters, lr=0.1)
+        ),
         "Langevin does not update element by element",
     ),
     "a hook": (
-        job("hooked", Hooked, VECTORS),
+        make_job("hooked", Hooked, VECTORS),
         "tensor weight: state=fully_sharded puts parts in its place, and it has a hook",
     ),
 }
@@ -326,7 +347,7 @@ def test_unshardable_model_is_refused_in_one_sentence(tmp_path: Path, what: str)
 
 def otherwise(world: World, chosen: Strategy, way: str) -> None:
     """Train; from step 1 on, the model of rank 1 takes another path."""
-    made = job("deciding", Deciding, VECTORS)
+    made = make_job("deciding", Deciding, VECTORS)
     trainer = Trainer.build_for_job(world, made, chosen)
     try:
         for fetched in trainer.batches(made.train, made.batch, epoch=0):
@@ -359,7 +380,7 @@ def test_rank_with_another_control_flow_ends_the_step(
     with pytest.raises(
         RankFailed, match=f'rank 1, step 1.*in step 0 this was "{wanted}", and now it is "{told}"'
     ):
-        pool.run(otherwise, resolved("data(2, state=fully_sharded)"), way, size=2)
+        pool.run(otherwise, resolve_text("data(2, state=fully_sharded)"), way, size=2)
 
 
 def test_fsdp_division_needs_sum_as_reduction(pool: Launcher) -> None:
@@ -377,7 +398,7 @@ def test_invalid_fully_sharded_options_are_refused() -> None:
         match=r"gathers the parameters of a module when all of it is called.* leave out the state",
     ):
         strategy("data(2, state=fully_sharded) * pipeline(2)")
-    model = mlp()
+    model = make_mlp()
     with (
         pytest.raises(Refused, match="leave out state=fully_sharded, or make it a Job"),
         parallelize(
@@ -413,8 +434,10 @@ def test_parameter_written_by_a_later_forward(state: str, tmp_path: Path) -> Non
     In step 0 no row is too long. Earlier, later steps were not checked. The change was lost, or
     every rank made it at the same time.
     """
-    renormed = job(
-        "renormed", Renormed, TensorDataset(whole(11, 29, 7, seed=5), whole(4, 29, seed=2))
+    renormed = make_job(
+        "renormed",
+        Renormed,
+        TensorDataset(draw_integers(11, 29, 7, seed=5), draw_integers(4, 29, seed=2)),
     )
     with pytest.raises(
         RankFailed,
@@ -444,7 +467,7 @@ def test_fsdp_unit_without_autocast(tmp_path: Path) -> None:
     autocast failed, because the weights of a unit were already freed.
     """
     run = train(
-        job("sloped", Sloped, VECTORS, dtype=torch.bfloat16),
+        make_job("sloped", Sloped, VECTORS, dtype=torch.bfloat16),
         "data(2, state=fully_sharded)",
         runs=tmp_path,
         limit=2,

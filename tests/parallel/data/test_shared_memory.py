@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from equality_table import VECTORS, job, mlp
+from equality_table import VECTORS, make_job, make_mlp
 from torch import nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -186,7 +186,7 @@ def differences(world: World, jobs: list[Job]) -> dict[str, float]:
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.table)])
 def test_every_optimizer_trains_as_in_serial(pool: Launcher, size: int) -> None:
     jobs = [
-        job(name, mlp, VECTORS, optimizer=optimizer, clip_norm=0.5 if place % 2 else None)
+        make_job(name, make_mlp, VECTORS, optimizer=optimizer, clip_norm=0.5 if place % 2 else None)
         for place, (name, optimizer) in enumerate(OPTIMIZERS.items())
     ]
     for name, value in pool.run(differences, jobs, size=size, backend="shm")[0].items():
@@ -203,7 +203,9 @@ def test_optimizers_of_other_libraries(
 ) -> None:
     pytest.importorskip(library, reason=f"{library} is not installed")
     assert (
-        verify(job(library, mlp, VECTORS, optimizer=optimizer), chosen, runs=tmp_path).difference
+        verify(
+            make_job(library, make_mlp, VECTORS, optimizer=optimizer), chosen, runs=tmp_path
+        ).difference
         < 1e-10
     )
 
@@ -226,7 +228,7 @@ def test_optimizers_of_other_libraries(
 def test_optimizers_without_shared_memory(name: str, chosen: str, tmp_path: Path) -> None:
     assert (
         verify(
-            job(name, mlp, VECTORS, optimizer=OPTIMIZERS[name]), chosen, runs=tmp_path
+            make_job(name, make_mlp, VECTORS, optimizer=OPTIMIZERS[name]), chosen, runs=tmp_path
         ).difference
         < 1e-10
     )
@@ -276,8 +278,8 @@ def test_modes_of_an_optimizer_in_training_test_model_and_resume(kind: str, tmp_
     if kind == "schedulefree":
         pytest.importorskip("schedulefree", reason="schedulefree is not installed")
     optimizer = schedule_free if kind == "schedulefree" else OPTIMIZERS["schedule-free, our own"]
-    each = job(
-        "modes", mlp, VECTORS, optimizer=optimizer, dtype=torch.float64, epochs=3, test=VECTORS
+    each = make_job(
+        "modes", make_mlp, VECTORS, optimizer=optimizer, dtype=torch.float64, epochs=3, test=VECTORS
     )
     wanted, tested = plainly(each)
     for strategy_ in ("serial", "data(2)", "data(2, reduce=ring)"):
@@ -354,7 +356,7 @@ def held(world: World, each: Job) -> tuple[int, int, int, set[int]]:
 
 
 def test_state_is_on_the_host_once(pool: Launcher) -> None:
-    each = job(
+    each = make_job(
         "wide",
         lambda: nn.Sequential(nn.Linear(10, 300), nn.Linear(300, 4)),
         VECTORS,
@@ -376,9 +378,9 @@ def test_resume_from_serial_and_back(tmp_path: Path, optimizer: str) -> None:
 
     It is saved in serial, continued and saved in shared memory, and continued in serial.
     """
-    each = job(
+    each = make_job(
         "there and back",
-        mlp,
+        make_mlp,
         VECTORS,
         optimizer=OPTIMIZERS[optimizer],
         dtype=torch.float64,
@@ -404,7 +406,7 @@ def test_resume_from_serial_and_back(tmp_path: Path, optimizer: str) -> None:
 
 def test_record_names_the_update_slices(tmp_path: Path) -> None:
     run = train(
-        job("clipped", mlp, VECTORS, optimizer=OPTIMIZERS["clipped together"], epochs=1),
+        make_job("clipped", make_mlp, VECTORS, optimizer=OPTIMIZERS["clipped together"], epochs=1),
         "data(2)",
         runs=tmp_path,
     )
@@ -421,7 +423,7 @@ def test_record_names_the_update_slices(tmp_path: Path) -> None:
 
 @pytest.mark.story
 def test_auto_tries_one_worker_too(tmp_path: Path) -> None:
-    run = train(job("tried", mlp, VECTORS, epochs=1), "data(auto)", runs=tmp_path)
+    run = train(make_job("tried", make_mlp, VECTORS, epochs=1), "data(auto)", runs=tmp_path)
     choice = next(
         line for line in read_lines(run.folder / "run.jsonl") if line.get("what") == "strategy"
     )
@@ -439,7 +441,7 @@ def test_several_hosts_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         ("LOCAL_WORLD_SIZE", "2"),
     ):
         monkeypatch.setenv(name, value)
-    each = job("far", mlp, VECTORS)
+    each = make_job("far", make_mlp, VECTORS)
     assert choose_backend(Settings(), 4) == "gloo"
     assert validate_run(each, "data(4)").resolved == strategy("data(4, state=replicated)")
     with pytest.raises(Refused, match="2 of 4 ranks are on other hosts; leave out --backend"):
@@ -451,7 +453,7 @@ def test_several_hosts_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_shared_memory_in_a_user_loop_is_refused() -> None:
-    model = mlp()
+    model = make_mlp()
     with (
         pytest.raises(Refused, match="in a loop of your own"),
         parallelize(
@@ -549,9 +551,9 @@ def test_random_optimizer_trains_as_in_serial(tmp_path: Path) -> None:
     Parameters in shared memory differed by 0.58 from serial's, without an error. A resumed run
     continues the draws.
     """
-    noisy = job(
+    noisy = make_job(
         "noisy",
-        mlp,
+        make_mlp,
         VECTORS,
         optimizer=OPTIMIZERS["Langevin"],
         dtype=torch.float64,
@@ -594,9 +596,9 @@ def test_capturable_fails_alike(tmp_path: Path) -> None:
     torch refuses it on the CPU. But the fused kernel, which is chosen in shared memory, does not
     check it.
     """
-    capturable = job(
+    capturable = make_job(
         "capturable",
-        mlp,
+        make_mlp,
         VECTORS,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, capturable=True),
     )
@@ -630,7 +632,7 @@ def test_parameter_first_used_in_a_later_step(tmp_path: Path) -> None:
     Earlier, a mixture of experts failed in step 1 if one expert had no sample in step 0. torch's
     fused SGD refuses momentum that some parameters have and others do not have yet.
     """
-    late = job("late", Late, VECTORS)
+    late = make_job("late", Late, VECTORS)
     order = late.make_order(VECTORS).get_indices(0, range(len(VECTORS)))
     x = VECTORS.tensors[0].clone()
     targets = VECTORS.tensors[1]

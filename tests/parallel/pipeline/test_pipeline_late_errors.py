@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from equality_table import VECTORS, found, whole
-from equality_table import job as make_job
+from equality_table import VECTORS, draw_integers, make_job, measure_difference
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
@@ -23,12 +22,12 @@ from paragrad.parallel.tracing.stage_forward import StageForward
 from paragrad.runtime.world import World
 from paragrad.validation.validate import validate_run
 
-pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm"), pytest.mark.story]
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_ranks"), pytest.mark.story]
 
-TOKENS = torch.cat([whole(20, 29, 8, seed=6) + 1, torch.zeros(29, 1, dtype=torch.long)], 1)
+TOKENS = torch.cat([draw_integers(20, 29, 8, seed=6) + 1, torch.zeros(29, 1, dtype=torch.long)], 1)
 # each row has 4 to 8 tokens, then padding
-TOKENS[torch.arange(9) >= whole(5, 29, 1, seed=7) + 4] = 0
-SENTENCES = TensorDataset(TOKENS, whole(4, 29, seed=2))
+TOKENS[torch.arange(9) >= draw_integers(5, 29, 1, seed=7) + 4] = 0
+SENTENCES = TensorDataset(TOKENS, draw_integers(4, 29, seed=2))
 
 
 # ---- in a test -------------------------------------------------------------------------------
@@ -173,7 +172,7 @@ def test_list_returned_by_a_module_is_copied(pool: Launcher, row: str) -> None:
 
     Earlier, the model emptied the plan's own list. The second forward raised ValueError of zip.
     """
-    assert found(pool, row, make_job("pyramid", Pyramid, VECTORS)).value <= 1e-10
+    assert measure_difference(pool, row, make_job("pyramid", Pyramid, VECTORS)).value <= 1e-10
 
 
 class Cropped(nn.Module):
@@ -201,7 +200,7 @@ def test_size_that_is_a_tensor_is_read(pool: Launcher, row: str) -> None:
     torch's function mode does not see Python's own functions. So the read of the value was missed.
     Earlier, a plan for another length was used, and an error blamed a module for its shapes.
     """
-    assert found(pool, row, make_job("cropped", Cropped, SENTENCES)).value <= 1e-10
+    assert measure_difference(pool, row, make_job("cropped", Cropped, SENTENCES)).value <= 1e-10
 
 
 class Dropped(nn.Module):
@@ -225,8 +224,8 @@ def test_draw_for_a_weight_of_two_stages_is_made_once(pool: Launcher) -> None:
     Earlier, the later stage drew them again. An error then said that the model draws another number
     of times than when it was cut.
     """
-    job = make_job("dropped", Dropped, TensorDataset(TOKENS, whole(21, 29, seed=2)))
-    assert found(pool, "place(2, cut=[out])", job).value <= 1e-10
+    job = make_job("dropped", Dropped, TensorDataset(TOKENS, draw_integers(21, 29, seed=2)))
+    assert measure_difference(pool, "place(2, cut=[out])", job).value <= 1e-10
 
 
 class Averaging(nn.Module):
@@ -251,7 +250,7 @@ class Averaging(nn.Module):
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("row", ["place(2)", "place(2, cut=[out])", "place(3)"])
 def test_buffer_of_two_stages_is_written(pool: Launcher, row: str) -> None:
-    assert found(pool, row, make_job("averaging", Averaging, VECTORS)).value <= 1e-10
+    assert measure_difference(pool, row, make_job("averaging", Averaging, VECTORS)).value <= 1e-10
 
 
 class Replaced(nn.Module):
@@ -300,7 +299,7 @@ def test_id_of_a_freed_buffer_is_not_reused() -> None:
 
 @pytest.mark.parametrize("row", ["place(2, cut=[second])", "place(2, cut=[out])"])
 def test_replaced_buffer_of_a_stage(pool: Launcher, row: str) -> None:
-    assert found(pool, row, make_job("replaced", Replaced, VECTORS)).value <= 1e-10
+    assert measure_difference(pool, row, make_job("replaced", Replaced, VECTORS)).value <= 1e-10
 
 
 # ---- writes that not every rank sees ---------------------------------------------------------
@@ -395,7 +394,7 @@ def test_counter_after_a_forward_is_refused(tmp_path: Path) -> None:
 
 def test_counter_before_a_forward_equals_serial(pool: Launcher) -> None:
     assert (
-        found(
+        measure_difference(
             pool, "place(2)", make_job("counting", lambda: Counting(first=True), VECTORS, batch=4)
         ).value
         <= 1e-10

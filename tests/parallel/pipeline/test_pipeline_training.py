@@ -15,15 +15,15 @@ from equality_table import (
     MODULES,
     TOO_FEW,
     VECTORS,
-    covering_parts,
-    found,
-    mlp,
-    numbers,
-    parts_cells,
-    resolved,
-    whole,
+    draw_integers,
+    draw_numbers,
+    list_parts_cells,
+    make_job,
+    make_mlp,
+    measure_difference,
+    resolve_text,
+    select_covering_parts,
 )
-from equality_table import job as make_job
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
@@ -45,18 +45,18 @@ from paragrad.strategies.data import Native
 from paragrad.strategies.strategy import Strategy
 from paragrad.trainer.trainer import Trainer
 
-pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm")]
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_ranks")]
 
 
-@pytest.mark.parametrize(("row", "column"), sorted(covering_parts()))
+@pytest.mark.parametrize(("row", "column"), sorted(select_covering_parts()))
 def test_covering_sample_equals_serial(pool: Launcher, row: str, column: str) -> None:
-    assert found(pool, row, JOBS[column], BRIEF).value <= 1e-10
+    assert measure_difference(pool, row, JOBS[column], BRIEF).value <= 1e-10
 
 
 @pytest.mark.table
-@pytest.mark.parametrize(("row", "column"), parts_cells())
+@pytest.mark.parametrize(("row", "column"), list_parts_cells())
 def test_pipeline_training_equals_serial(pool: Launcher, row: str, column: str) -> None:
-    assert found(pool, row, JOBS[column]).value <= 1e-10
+    assert measure_difference(pool, row, JOBS[column]).value <= 1e-10
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_model_with_too_few_modules_is_refused(pool: Launcher, row: str, column:
         pg.RankFailed,
         match=f"the model calls {MODULES[column]} module.* parts are wanted; give fewer workers",
     ):
-        found(pool, row, JOBS[column])
+        measure_difference(pool, row, JOBS[column])
 
 
 # ---- unusual models --------------------------------------------------------------------------
@@ -99,7 +99,7 @@ WAYS = (
     ],
 )
 def test_unusual_models_equal_serial(pool: Launcher, name: str, row: str) -> None:
-    assert found(pool, row, make_job(name, ODD[name], VECTORS)).value <= 1e-10
+    assert measure_difference(pool, row, make_job(name, ODD[name], VECTORS)).value <= 1e-10
 
 
 class Seen(nn.Linear):
@@ -138,7 +138,7 @@ def test_tensor_hidden_from_its_stage_is_refused_at_start(cut: str, tmp_path: Pa
         pg.train(make_job("looking", Looking, VECTORS), f"place(2, cut=[{cut}])", runs=tmp_path)
 
 
-NET = mlp()
+NET = make_mlp()
 
 
 def the_net() -> nn.Module:
@@ -203,7 +203,9 @@ def test_recompute_reads_the_original_input(pool: Launcher) -> None:
         VECTORS,
     )
     assert (
-        found(pool, "pipeline(2, micro=3, schedule=gpipe, recompute=true, cut=[3, 2])", job).value
+        measure_difference(
+            pool, "pipeline(2, micro=3, schedule=gpipe, recompute=true, cut=[3, 2])", job
+        ).value
         <= 1e-10
     )
 
@@ -215,7 +217,9 @@ def test_layer_called_twice_with_several_replicas(pool: Launcher) -> None:
     """
     job = make_job("shared", Shared, VECTORS)
     assert (
-        found(pool, "data(2) * pipeline(2, micro=2, schedule=zero_bubble, cut=[3, 1])", job).value
+        measure_difference(
+            pool, "data(2) * pipeline(2, micro=2, schedule=zero_bubble, cut=[3, 1])", job
+        ).value
         <= 1e-10
     )
 
@@ -260,12 +264,12 @@ def test_buffer_created_by_the_first_forward(pool: Launcher, row: str) -> None:
     divided.
     """
     job = make_job("lazy", Lazy, VECTORS)
-    assert len(pool.run(two_steps, job, resolved(row), size=2)[0]) == 2
+    assert len(pool.run(two_steps, job, resolve_text(row), size=2)[0]) == 2
     with pytest.raises(
         pg.RankFailed,
         match=r"tensor mask: it did not exist when the model was divided, .* in the constructor",
     ):
-        found(pool, row, job)
+        measure_difference(pool, row, job)
 
 
 def test_plain_sequential_runs_without_tracing() -> None:
@@ -288,10 +292,10 @@ def test_plain_sequential_runs_without_tracing() -> None:
             is not None
         )
 
-    assert is_straight(mlp())
+    assert is_straight(make_mlp())
     assert is_straight(nn.Sequential(nn.Sequential(nn.Linear(10, 10), nn.Tanh()), nn.Linear(10, 4)))
-    hooked = mlp()
-    own = mlp()
+    hooked = make_mlp()
+    own = make_mlp()
     shared = nn.Linear(10, 10)
     hooked[1].register_forward_hook(lambda *arguments: None)
     own.forward = lambda x: nn.Sequential.forward(own, x) * 2  # type: ignore[method-assign]
@@ -410,7 +414,7 @@ def test_both_calls_of_a_batch_norm_lie_in_one_stage(
     row: str, reference: str, tmp_path: Path
 ) -> None:
     """Earlier, each rank changed its own copy of the statistics; the first-step check failed."""
-    data = TensorDataset(numbers(36, 10, seed=1), whole(4, 36, seed=2))
+    data = TensorDataset(draw_numbers(36, 10, seed=1), draw_integers(4, 36, seed=2))
     job = make_job("twice", NormedTwice, data, dtype=torch.float64)
     run, serial = (
         pg.train(job, each, runs=tmp_path).model().state_dict() for each in (row, reference)
@@ -492,7 +496,7 @@ def test_buffers_changed_between_units_keep_calls_together(change: str) -> None:
     """
     model = SharedPositions(change)
     model.positions = OutsideOfUnits(change)
-    stages = balance.partition_into_stages(model, numbers(6, 10, seed=1), 2).stages
+    stages = balance.partition_into_stages(model, draw_numbers(6, 10, seed=1), 2).stages
     calling = [any(name.startswith("positions") for name, _ in stage) for stage in stages]
     assert not all(calling)
 
@@ -503,7 +507,7 @@ def test_only_buffers_that_several_calls_change_keep_calls_together(
 ) -> None:
     """Earlier, a cache that each call fills with the same values kept all layers in one stage."""
     model = SharedPositions(change)
-    stages = balance.partition_into_stages(model, numbers(6, 10, seed=1), 2).stages
+    stages = balance.partition_into_stages(model, draw_numbers(6, 10, seed=1), 2).stages
     calling = [any(name == "positions" for name, _ in stage) for stage in stages]
     assert all(calling) == is_even
 
@@ -520,7 +524,7 @@ def test_parameter_used_before_the_first_module_of_a_block(
     the model ran, the block's own stage used it. So one rank held it, and another rank needed it.
     """
     job = make_job("stacked", lambda: Stacked(looks), VECTORS)
-    assert found(pool, strategy, job).value <= 1e-10
+    assert measure_difference(pool, strategy, job).value <= 1e-10
 
 
 def test_mean_over_tokens_is_weighed_with_recompute(pool: Launcher) -> None:
@@ -533,8 +537,11 @@ def test_mean_over_tokens_is_weighed_with_recompute(pool: Launcher) -> None:
     def error(output: Tensor, target: Tensor) -> Tensor:
         return nn.functional.mse_loss(output, nn.functional.one_hot(target, 4).to(output.dtype))
 
-    job = make_job("regression", mlp, VECTORS, loss=error)
-    assert found(pool, "pipeline(2, micro=3, schedule=gpipe, recompute=true)", job).value <= 1e-10
+    job = make_job("regression", make_mlp, VECTORS, loss=error)
+    assert (
+        measure_difference(pool, "pipeline(2, micro=3, schedule=gpipe, recompute=true)", job).value
+        <= 1e-10
+    )
 
 
 def test_plan_for_one_sample_keeps_global_batch_norm(pool: Launcher) -> None:
@@ -559,7 +566,7 @@ def test_plan_for_one_sample_keeps_global_batch_norm(pool: Launcher) -> None:
 
     inputs, targets = VECTORS[:15]
     job = make_job("normed", normed, TensorDataset(inputs, targets), batch=12)
-    assert found(pool, "data(2) * place(2, cut=[4, 4])", job).value <= 1e-10
+    assert measure_difference(pool, "data(2) * place(2, cut=[4, 4])", job).value <= 1e-10
 
 
 class Dropping(nn.Module):
@@ -606,7 +613,7 @@ def test_buffer_that_is_replaced(pool: Launcher, row: str) -> None:
     The first comparison of the buffer then failed inside torch.
     """
     job = make_job("seen", SeenSamples, VECTORS)
-    assert found(pool, row, job).value <= 1e-10
+    assert measure_difference(pool, row, job).value <= 1e-10
 
 
 def test_modules_without_work_are_split_if_needed(pool: Launcher) -> None:
@@ -619,7 +626,7 @@ def test_modules_without_work_are_split_if_needed(pool: Launcher) -> None:
         lambda: nn.Sequential(nn.Sequential(nn.Tanh(), nn.LayerNorm(10)), nn.Linear(10, 4)),
         VECTORS,
     )
-    assert found(pool, "place(3)", job).value <= 1e-10
+    assert measure_difference(pool, "place(3)", job).value <= 1e-10
 
 
 def normed() -> nn.Module:
@@ -627,7 +634,7 @@ def normed() -> nn.Module:
 
 
 # batches of 12; the last batch has 6 samples
-POINTS = TensorDataset(numbers(30, 10, seed=1), whole(4, 30, seed=2))
+POINTS = TensorDataset(draw_numbers(30, 10, seed=1), draw_integers(4, 30, seed=2))
 
 
 @pytest.mark.story
@@ -638,7 +645,9 @@ def test_batch_norm_over_one_sample_per_replica(pool: Launcher) -> None:
     of values minus one.
     """
     assert (
-        found(pool, "data(2) * pipeline(2, micro=3)", make_job("normed", normed, POINTS)).value
+        measure_difference(
+            pool, "data(2) * pipeline(2, micro=3)", make_job("normed", normed, POINTS)
+        ).value
         <= 1e-10
     )
 
@@ -687,7 +696,7 @@ def test_optimizer_with_a_hook(pool: Launcher, tmp_path: Path) -> None:
     ):
         pg.train(JOBS["mlp"].replace(optimizer=halving), "place(2)", runs=tmp_path)
     job = JOBS["mlp"].replace(optimizer=lambda parameters: Halved(parameters, lr=0.1))
-    assert found(pool, "place(2)", job).value <= 1e-10
+    assert measure_difference(pool, "place(2)", job).value <= 1e-10
 
 
 class Deciding(nn.Module):
@@ -875,7 +884,7 @@ def test_control_flow_that_depends_on_inputs(pool: Launcher, cut: str) -> None:
     masks of transformers do, a new plan was made for every micro-batch.
     """
     job = make_job("asking", Asking, VECTORS)
-    assert found(pool, f"pipeline(2, micro=4, cut={cut})", job).value <= 1e-10
+    assert measure_difference(pool, f"pipeline(2, micro=4, cut={cut})", job).value <= 1e-10
 
 
 def test_plans_are_cached_by_the_values_read() -> None:
@@ -932,7 +941,7 @@ def test_draws_that_depend_on_inputs_only(pool: Launcher, strategy: str) -> None
     Earlier, each was counted as a draw of one stage. The ranks after that stage made it too, and
     the run failed.
     """
-    assert found(pool, strategy, make_job("noisy", Noisy, VECTORS)).value <= 1e-10
+    assert measure_difference(pool, strategy, make_job("noisy", Noisy, VECTORS)).value <= 1e-10
 
 
 class NowAndThen(nn.Module):
@@ -1069,7 +1078,7 @@ def test_missing_gradient_in_serial_is_missing_in_a_pipeline(pool: Launcher, alw
     parameter smaller.
     """
     job = make_job("detached", lambda: Detached(always), VECTORS, optimizer=decaying)
-    assert found(pool, "place(2, cut=[second])", job).value <= 1e-10
+    assert measure_difference(pool, "place(2, cut=[second])", job).value <= 1e-10
 
 
 class Mapped(nn.Module):
@@ -1096,7 +1105,9 @@ def test_split_backward_and_torch_func(pool: Launcher) -> None:
     torch's own message.
     """
     job = make_job("mapped", Mapped, VECTORS)
-    assert found(pool, "pipeline(2, micro=2, schedule=zero_bubble)", job).value <= 1e-10
+    assert (
+        measure_difference(pool, "pipeline(2, micro=2, schedule=zero_bubble)", job).value <= 1e-10
+    )
 
 
 def spectral() -> nn.Module:
@@ -1110,7 +1121,9 @@ def spectral() -> nn.Module:
 
 def test_weight_rebuilt_by_a_hook(pool: Launcher) -> None:
     """Earlier, torch's own view of a weight was refused, although each forward replaces it."""
-    assert found(pool, "place(2)", make_job("spectral", spectral, VECTORS)).value <= 1e-10
+    assert (
+        measure_difference(pool, "place(2)", make_job("spectral", spectral, VECTORS)).value <= 1e-10
+    )
 
 
 class Failing(nn.Module):
@@ -1216,14 +1229,14 @@ def test_gradients_live_in_the_exchange_buckets(pool: Launcher) -> None:
 
 def test_warning_names_the_micro_batches_of_batch_norm(tmp_path: Path) -> None:
     """Earlier, a user compared the run with serial, and no message said why the two differ."""
-    data = TensorDataset(numbers(36, 10, seed=1), whole(4, 36, seed=2))
+    data = TensorDataset(draw_numbers(36, 10, seed=1), draw_integers(4, 36, seed=2))
     with pytest.warns(UserWarning, match=r"the training of serial\(micro=2\), which may"):
         pg.train(
             make_job("twice", NormedTwice, data), "pipeline(2, micro=2)", runs=tmp_path, limit=1
         )
 
 
-SEQUENCES = TensorDataset(whole(11, 29, 7, seed=5), whole(4, 29, seed=2))
+SEQUENCES = TensorDataset(draw_integers(11, 29, 7, seed=5), draw_integers(4, 29, seed=2))
 
 
 class Packed(nn.Module):
@@ -1276,7 +1289,7 @@ def test_packed_sequences_equal_serial(pool: Launcher, row: str, dropout: float)
     refused.
     """
     job = make_job("packed", functools.partial(Packed, dropout), SEQUENCES)
-    assert found(pool, row, job).value <= 1e-10
+    assert measure_difference(pool, row, job).value <= 1e-10
 
 
 def test_lengths_that_the_model_makes_are_refused(tmp_path: Path) -> None:

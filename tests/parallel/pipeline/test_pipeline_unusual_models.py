@@ -13,8 +13,15 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
-from equality_table import VECTORS, found, mlp, numbers, resolved, whole
-from equality_table import job as make_job
+from equality_table import (
+    VECTORS,
+    draw_integers,
+    draw_numbers,
+    make_job,
+    make_mlp,
+    measure_difference,
+    resolve_text,
+)
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -28,7 +35,7 @@ from paragrad.runtime.world import World
 from paragrad.trainer.trainer import Trainer
 from paragrad.validation.validate import validate_run
 
-pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm"), pytest.mark.story]
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_ranks"), pytest.mark.story]
 
 
 class Rotary(nn.Module):
@@ -184,7 +191,10 @@ def test_unusual_models_equal_serial_in_stages(
     - A tensor had zeros where the model had written values.
     - Stand-ins for tensors of other stages grew, because each forward changed their shape.
     """
-    assert found(pool, row, make_job(model.__name__.lower(), model, VECTORS)).value <= 1e-10
+    assert (
+        measure_difference(pool, row, make_job(model.__name__.lower(), model, VECTORS)).value
+        <= 1e-10
+    )
 
 
 def test_frozen_layers_receive_no_gradient(pool: Launcher) -> None:
@@ -196,7 +206,7 @@ def test_frozen_layers_receive_no_gradient(pool: Launcher) -> None:
         return model
 
     seen = pool.run(
-        entering, make_job("frozen", frozen, VECTORS), resolved("place(2, cut=[2, 3])"), size=2
+        entering, make_job("frozen", frozen, VECTORS), resolve_text("place(2, cut=[2, 3])"), size=2
     )[1]
     assert seen == [False] * 3
 
@@ -259,7 +269,8 @@ def test_shape_kept_by_a_module_of_another_stage(strategy: str, tmp_path: Path) 
     without an error.
     """
     train, test = (
-        TensorDataset(numbers(29, length, 10, seed=1), whole(4, 29, seed=2)) for length in (7, 13)
+        TensorDataset(draw_numbers(29, length, 10, seed=1), draw_integers(4, 29, seed=2))
+        for length in (7, 13)
     )
     job = make_job("padded", Padded, train, test=test, epochs=3, dtype=torch.float64)
     reference = pg.train(job, runs=tmp_path)
@@ -386,7 +397,7 @@ def test_module_that_the_first_batch_does_not_call(pool: Launcher, row: str) -> 
     Earlier, it was assigned to the stage in which it is defined. An error then said that the loss
     reads it there.
     """
-    assert found(pool, row, make_job("two heads", TwoHeads, VECTORS)).value <= 1e-10
+    assert measure_difference(pool, row, make_job("two heads", TwoHeads, VECTORS)).value <= 1e-10
 
 
 # ---- hooks -----------------------------------------------------------------------------------
@@ -410,8 +421,8 @@ def test_backward_hook_of_a_divided_block(pool: Launcher, tmp_path: Path) -> Non
     Earlier, if a cut went through the block, torch called the hook on no rank, without an error.
     """
     job = make_job("hooked", Hooked, VECTORS)
-    assert found(pool, "place(2)", job).value <= 1e-10
-    assert found(pool, "place(2, cut=[out])", job).value <= 1e-10
+    assert measure_difference(pool, "place(2)", job).value <= 1e-10
+    assert measure_difference(pool, "place(2, cut=[out])", job).value <= 1e-10
     with pytest.raises(
         pg.Refused, match=r"cut=block\.1 goes through block, which has a backward hook"
     ):
@@ -447,7 +458,7 @@ def test_batch_without_a_label(tmp_path: Path) -> None:
     target = torch.randn(40, 4, generator=draw)
     job = make_job(
         "guarded",
-        mlp,
+        make_mlp,
         TensorDataset(inputs, target),
         loss=guarded,
         batch=2,
@@ -498,7 +509,10 @@ def clamp(module: nn.Module, given: tuple[Tensor], out: Tensor) -> None:
 @pytest.mark.parametrize("model", [Handed, Clamped])
 def test_stand_in_for_the_output_of_another_stage(pool: Launcher, model: type[nn.Module]) -> None:
     for row in ("place(2, cut=[second])", "place(2, cut=[out])"):
-        assert found(pool, row, make_job(model.__name__.lower(), model, VECTORS)).value <= 1e-10
+        assert (
+            measure_difference(pool, row, make_job(model.__name__.lower(), model, VECTORS)).value
+            <= 1e-10
+        )
 
 
 def test_read_only_array_is_left_unchanged() -> None:
@@ -574,7 +588,7 @@ def test_padding_micro_batches_leave_no_trace(tmp_path: Path) -> None:
     A last batch of 3 micro-batches is filled up to 4. Earlier, its batch norms counted one
     micro-batch more, so their averages were different.
     """
-    data = TensorDataset(numbers(11, 10, seed=1), whole(4, 11, seed=2))
+    data = TensorDataset(draw_numbers(11, 10, seed=1), draw_integers(4, 11, seed=2))
     job = make_job("short", short_batch, data, test=data, epochs=2, batch=8, dtype=torch.float64)
     strategy = "pipeline(2, micro=4, schedule=interleaved(chunks=2))"
     reference, run = (

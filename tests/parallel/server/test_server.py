@@ -25,8 +25,18 @@ from unittest import mock
 import numpy
 import pytest
 import torch
-from equality_table import IMAGES, VECTORS, deep, job, mlp, normed_cnn
-from server_messages import JOB, Desk, Told, applied, frames, push, said, server, vectors
+from equality_table import IMAGES, VECTORS, make_batch_norm_cnn, make_deep_mlp, make_job, make_mlp
+from server_messages import (
+    JOB,
+    AnswerRecorder,
+    Desk,
+    count_server_samples,
+    make_frames,
+    make_push,
+    make_server,
+    make_vectors_job,
+    send_and_read_refusal,
+)
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Subset
@@ -67,47 +77,47 @@ HANDED = 6.0, 2.0, 0.0, 6.0  # of a share that the queue gave to one of two work
 
 def step(served: RequestHandler) -> None:
     """Make a synchronous step of two shares."""
-    told: Any = Told()
+    told: Any = AnswerRecorder()
     served.listener = told
     number = served.shard.updates
-    served.handle_message(push(1.0, step=number, share=0))
-    served.handle_message(push(3.0, step=number, share=1, sender=2, whose=b"w1"))
+    served.handle_message(make_push(1.0, step=number, share=0))
+    served.handle_message(make_push(3.0, step=number, share=1, sender=2, whose=b"w1"))
     assert [header.numbers[0] for _, header, _ in told.answers] == [12.0, 12.0]
     served.handle_message(
-        frames(Header(MessageType.UPDATE, JOB, 1, number, shares=2, numbers=(12.0, 1.0)))
+        make_frames(Header(MessageType.UPDATE, JOB, 1, number, shares=2, numbers=(12.0, 1.0)))
     )
     served.handle_message(
-        frames(
+        make_frames(
             Header(MessageType.UPDATE, JOB, 2, number, shares=2, numbers=(12.0, 1.0)), whose=b"w1"
         )
     )
     assert [header.kind for _, header, _ in told.answers[2:]] == [MessageType.VALUES] * 2
 
 
-WHOLE = push()[1].bytes
+WHOLE = make_push()[1].bytes
 BAD: dict[str, Callable[[], list[Any]]] = {
-    "a header of 7 bytes": lambda: frames(b"nothing"),
-    "a header of": lambda: frames(WHOLE[:-1]),
-    "of another version": lambda: frames(b"pgr9" + WHOLE[4:]),
-    "no known kind (99)": lambda: frames(WHOLE[:4] + bytes([99]) + WHOLE[5:]),
-    "no known type (50)": lambda: frames(WHOLE[:5] + bytes([50]) + WHOLE[6:]),
-    "of another training": lambda: frames(replace(_header(), job=JOB + 1), b"", b""),
-    "a message of 0 parts": lambda: frames(_header())[:1],
-    "DONE is no question": lambda: frames(replace(_header(), kind=MessageType.DONE)),
-    "without its marks and its vector": lambda: frames(_header()),
-    "gradients of type float32, and here are parameters of float64": lambda: push(
+    "a header of 7 bytes": lambda: make_frames(b"nothing"),
+    "a header of": lambda: make_frames(WHOLE[:-1]),
+    "of another version": lambda: make_frames(b"pgr9" + WHOLE[4:]),
+    "no known kind (99)": lambda: make_frames(WHOLE[:4] + bytes([99]) + WHOLE[5:]),
+    "no known type (50)": lambda: make_frames(WHOLE[:5] + bytes([50]) + WHOLE[6:]),
+    "of another training": lambda: make_frames(replace(_header(), job=JOB + 1), b"", b""),
+    "a message of 0 parts": lambda: make_frames(_header())[:1],
+    "DONE is no question": lambda: make_frames(replace(_header(), kind=MessageType.DONE)),
+    "without its marks and its vector": lambda: make_frames(_header()),
+    "gradients of type float32, and here are parameters of float64": lambda: make_push(
         dtype=torch.float32
     ),
-    "a gradient of 61 elements for 60 parameters": lambda: push(elements=61),
-    "472 bytes, where its header says 480": lambda: frames(_header(), b"\1\1\1", bytes(472)),
-    "marks that do not fit the slice": lambda: push(marks=b"\1"),
-    "a gradient that is not finite": lambda: push(float("nan")),
-    "numbers that are not finite": lambda: push(numbers=(float("inf"), 0.0, 0.0, 0.0)),
-    "for a vector that is not here": lambda: push(slot=1),
-    "a gradient of a later step": lambda: push(step=1_000_000),
-    "a gradient of an earlier step": lambda: push(step=-1),
-    "a share that does not exist (2 of 2)": lambda: push(share=2, step=1),
-    "an update of a later step": lambda: frames(
+    "a gradient of 61 elements for 60 parameters": lambda: make_push(elements=61),
+    "472 bytes, where its header says 480": lambda: make_frames(_header(), b"\1\1\1", bytes(472)),
+    "marks that do not fit the slice": lambda: make_push(marks=b"\1"),
+    "a gradient that is not finite": lambda: make_push(float("nan")),
+    "numbers that are not finite": lambda: make_push(numbers=(float("inf"), 0.0, 0.0, 0.0)),
+    "for a vector that is not here": lambda: make_push(slot=1),
+    "a gradient of a later step": lambda: make_push(step=1_000_000),
+    "a gradient of an earlier step": lambda: make_push(step=-1),
+    "a share that does not exist (2 of 2)": lambda: make_push(share=2, step=1),
+    "an update of a later step": lambda: make_frames(
         Header(MessageType.UPDATE, JOB, 1, 5, shares=2, numbers=(12.0, 1.0))
     ),
 }
@@ -128,11 +138,11 @@ def _header() -> Header:
 
 @pytest.mark.parametrize("why", BAD)
 def test_invalid_message_is_refused_and_changes_nothing(why: str) -> None:
-    served = server("server(2)")
-    undisturbed = server("server(2)")
+    served = make_server("server(2)")
+    undisturbed = make_server("server(2)")
     step(served)
     step(undisturbed)
-    assert why in said(served, BAD[why]())
+    assert why in send_and_read_refusal(served, BAD[why]())
     step(served)
     step(undisturbed)
     assert torch.equal(served.shard.values[0], undisturbed.shard.values[0])
@@ -140,7 +150,7 @@ def test_invalid_message_is_refused_and_changes_nothing(why: str) -> None:
 
 
 def test_mean_of_all_shares_is_one_update() -> None:
-    served = server("server(2)")
+    served = make_server("server(2)")
     step(served)
     assert torch.equal(
         served.shard.values[0], torch.full((60,), 1 - (1 + 3) / 12, dtype=torch.float64)
@@ -148,27 +158,27 @@ def test_mean_of_all_shares_is_one_update() -> None:
 
 
 def test_duplicates_and_incomplete_steps_update_nothing() -> None:
-    served = server("server(2)")
-    assert said(served, push()) == ""
-    assert said(served, push(9.0)) == "a gradient that came before"
-    assert said(served, push(9.0, sender=5)) == "a gradient that came before"
-    assert "an update of a later step" in said(
-        served, frames(Header(MessageType.UPDATE, JOB, 1, 0, shares=2, numbers=(12.0, 1.0)))
+    served = make_server("server(2)")
+    assert send_and_read_refusal(served, make_push()) == ""
+    assert send_and_read_refusal(served, make_push(9.0)) == "a gradient that came before"
+    assert send_and_read_refusal(served, make_push(9.0, sender=5)) == "a gradient that came before"
+    assert "an update of a later step" in send_and_read_refusal(
+        served, make_frames(Header(MessageType.UPDATE, JOB, 1, 0, shares=2, numbers=(12.0, 1.0)))
     )
-    assert said(served, push(3.0, share=1)) == ""
-    assert "cannot be" in said(
-        served, frames(Header(MessageType.UPDATE, JOB, 1, 0, shares=2, numbers=(0.0, 1.0)))
+    assert send_and_read_refusal(served, make_push(3.0, share=1)) == ""
+    assert "cannot be" in send_and_read_refusal(
+        served, make_frames(Header(MessageType.UPDATE, JOB, 1, 0, shares=2, numbers=(0.0, 1.0)))
     )
     assert float(served.shard.values[0].sum()) == 60.0
 
 
 def test_finite_values_with_an_infinite_sum() -> None:
-    served = server("server(2)")
-    assert said(served, push(1e308)) == ""
+    served = make_server("server(2)")
+    assert send_and_read_refusal(served, make_push(1e308)) == ""
     vector = torch.tensor([float("inf"), -float("inf")] * 30, dtype=torch.float64)
-    message = push(share=1)
-    message[-1] = frames(bytes(view_bytes(vector)))[1]
-    assert said(served, message) == "a gradient that is not finite"
+    message = make_push(share=1)
+    message[-1] = make_frames(bytes(view_bytes(vector)))[1]
+    assert send_and_read_refusal(served, message) == "a gradient that is not finite"
 
 
 def test_vector_at_an_unaligned_address() -> None:
@@ -187,13 +197,13 @@ def test_vector_at_an_unaligned_address() -> None:
 
 def lying(served: RequestHandler, place: bytes, **more: Any) -> str:
     """Return why a push is refused whose vector is at this place in shared memory, or ""."""
-    message = push(is_shared=True, **more)
-    message[-1] = frames(place)[1]
-    return said(served, message)
+    message = make_push(is_shared=True, **more)
+    message[-1] = make_frames(place)[1]
+    return send_and_read_refusal(served, message)
 
 
 def test_shared_vector_is_read_in_place() -> None:
-    served = server("server(2)")
+    served = make_server("server(2)")
     shelf = SharedBuffer([(torch.float32, 3), (torch.float64, 60)])
     shelf.vectors[1].fill_(2.0)
     place = shelf.make_frame(1, is_shared=True)
@@ -202,9 +212,9 @@ def test_shared_vector_is_read_in_place() -> None:
     assert lying(served, place, share=1, sender=2) == ""
     assert torch.equal(served.shard.gradients[0], torch.full((60,), 4.0, dtype=torch.float64))
     shelf.vectors[1][7] = float("nan")
-    assert lying(server("server(2)"), place) == "a gradient that is not finite"
+    assert lying(make_server("server(2)"), place) == "a gradient that is not finite"
     shelf.close()
-    assert lying(server("server(2)"), place).startswith("it lies where it cannot be read: ")
+    assert lying(make_server("server(2)"), place).startswith("it lies where it cannot be read: ")
 
 
 def test_invalid_shared_memory_references_are_refused() -> None:
@@ -237,16 +247,16 @@ def test_invalid_shared_memory_references_are_refused() -> None:
         ),
     ]
     for place in unreadable:
-        assert lying(server("server(2)"), place).startswith("it lies where it cannot be read: "), (
-            place
-        )
+        assert lying(make_server("server(2)"), place).startswith(
+            "it lies where it cannot be read: "
+        ), place
     for start in (0, int(size), int(size) - 472, -490, 10**30):
         assert (
-            lying(server("server(2)"), f"{start} {address}".encode())
+            lying(make_server("server(2)"), f"{start} {address}".encode())
             == "it lies beyond the end of what can be read"
         )
-    served = server("server(2)")
-    told = Told()
+    served = make_server("server(2)")
+    told = AnswerRecorder()
     told.address = Address("tcp://10.0.0.1:4000", b"key")
     served.listener = told  # type: ignore[assignment]
     assert lying(served, shelf.get_location(0)) == "it lies in the memory of another host"
@@ -290,7 +300,9 @@ HERE = "servers and workers are on one host"
 def test_vectors_of_one_host_use_shared_memory(
     text: str, gradients: tuple[str, str], parameters: tuple[str, str], tmp_path: Path
 ) -> None:
-    lines = Record(pg.train(vectors(epochs=1), text, runs=tmp_path).folder).select_lines("choice")
+    lines = Record(pg.train(make_vectors_job(epochs=1), text, runs=tmp_path).folder).select_lines(
+        "choice"
+    )
     for what, told in (("gradients", gradients), ("parameters", parameters)):
         found = [(line["picked"], line["because"]) for line in lines if line["what"] == what]
         assert set(found) == {told}
@@ -300,7 +312,7 @@ def unopened() -> nn.Module:
     """Return a model. Outside of the launcher, block access to the memory of other processes."""
     if os.environ["PARAGRAD_TEST_LAUNCHER"] != str(os.getpid()):
         shelf_of.open_region = mock.Mock(side_effect=RuntimeError("not permitted"))
-    return mlp()
+    return make_mlp()
 
 
 def test_unreadable_shared_vector_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,7 +321,7 @@ def test_unreadable_shared_vector_is_sent(tmp_path: Path, monkeypatch: pytest.Mo
     Earlier, a push was then refused, which ended the training.
     """
     monkeypatch.setenv("PARAGRAD_TEST_LAUNCHER", str(os.getpid()))
-    made = job("unopened", unopened, VECTORS).replace(epochs=1)
+    made = make_job("unopened", unopened, VECTORS).replace(epochs=1)
     run = pg.train(made, "server(2)", runs=tmp_path)
     assert run.losses == pytest.approx(pg.train(made, "serial", runs=tmp_path).losses, rel=1e-5)
     told = {
@@ -325,11 +337,11 @@ def test_parameter_replies_rotate_over_the_workers() -> None:
 
     The link of that worker was full, while the links of the others were idle.
     """
-    served = server("server(3)")
-    told = Told()
+    served = make_server("server(3)")
+    told = AnswerRecorder()
     served.listener = told  # type: ignore[assignment]
     for share in range(3):
-        served.handle_message(push(step=0, share=share, shares=3, sender=share))
+        served.handle_message(make_push(step=0, share=share, shares=3, sender=share))
     told.answers.clear()
 
     def asks(sender: int, turn: int = 0, lies: bool = False) -> list[bytes]:
@@ -343,7 +355,7 @@ def test_parameter_replies_rotate_over_the_workers() -> None:
             is_shared=lies,
             numbers=(18.0, 1.0),
         )
-        served.handle_message(frames(header, whose=b"w%d" % sender))
+        served.handle_message(make_frames(header, whose=b"w%d" % sender))
         return [
             whose for whose, header, _ in told.answers[before:] if header.kind == MessageType.VALUES
         ]
@@ -357,15 +369,15 @@ def test_parameter_replies_rotate_over_the_workers() -> None:
 
 def test_servers_keep_the_staleness_bound_under_torchrun() -> None:
     """Earlier, no process kept the bound under torchrun, so ssp was the same as asp."""
-    served = server("server(3, sync=ssp(1))")
-    told = Told()
+    served = make_server("server(3, sync=ssp(1))")
+    told = AnswerRecorder()
     served.listener = told  # type: ignore[assignment]
 
     def pulls(sender: int, step: int) -> list[tuple[int, int]]:
         """Return (sender, step) of each worker that gets parameters now."""
         before = len(told.answers)
         served.handle_message(
-            frames(
+            make_frames(
                 Header(MessageType.PULL, JOB, sender, step=step, shares=3), whose=b"w%d" % sender
             )
         )
@@ -381,36 +393,38 @@ def test_servers_keep_the_staleness_bound_under_torchrun() -> None:
     assert pulls(1, 5) == [(1, 5)]
     assert pulls(1, 6) == []
     assert sorted(pulls(2, 5)) == [(0, 6), (1, 6), (2, 5)]
-    served.handle_message(frames(Header(MessageType.EXCLUDE, JOB, 2, shares=3), whose=b"w2"))
+    served.handle_message(make_frames(Header(MessageType.EXCLUDE, JOB, 2, shares=3), whose=b"w2"))
     # worker 2 waits for the others before a save
     assert [pulls(0, 7), pulls(1, 7)] == [[(0, 7)], [(1, 7)]]
     assert pulls(0, 9) == []
     told.answers.clear()
     served.handle_message(
-        frames(Header(MessageType.PULL, JOB, 0, step=10, shares=3, numbers=(0.0, 1.0)), whose=b"w0")
+        make_frames(
+            Header(MessageType.PULL, JOB, 0, step=10, shares=3, numbers=(0.0, 1.0)), whose=b"w0"
+        )
     )
     # the current parameters, for no step
     assert [header.step for _, header, _ in told.answers] == [10]
-    free = server("server(3, sync=asp)")
+    free = make_server("server(3, sync=asp)")
     free.listener = told  # type: ignore[assignment]
-    free.handle_message(frames(Header(MessageType.PULL, JOB, 0, step=9, shares=3)))
+    free.handle_message(make_frames(Header(MessageType.PULL, JOB, 0, step=9, shares=3)))
     assert told.answers[-1][1].kind == MessageType.VALUES
 
 
 def test_asynchronous_updates_are_applied_at_once() -> None:
-    served = server("server(2, sync=asp)")
+    served = make_server("server(2, sync=asp)")
     # a worker that pushes a ticket again is told that it is done
     for ticket in (3, 0, 3):
-        assert said(served, push(1.0, step=ticket, numbers=HANDED)) == ""
+        assert send_and_read_refusal(served, make_push(1.0, step=ticket, numbers=HANDED)) == ""
     assert float(served.shard.values[0][0]) == -1.0
     assert served.shard.refusals == {"samples that were applied before": 1}
     assert served.shard.samples == 12
 
 
 def test_learning_rate_is_divided_by_the_staleness() -> None:
-    served = server("server(2, sync=asp, rate=by_staleness)")
+    served = make_server("server(2, sync=asp, rate=by_staleness)")
     for ticket, version in ((0, 0), (1, 0), (2, 0)):  # late by 0, 1, 2 updates
-        said(served, push(1.0, step=ticket, version=version))
+        send_and_read_refusal(served, make_push(1.0, step=ticket, version=version))
     assert float(served.shard.values[0][0]) == 1 - 1 - 1 - 0.5
     assert served.shard.staleness == {0: 1, 1: 1, 2: 1}
 
@@ -420,14 +434,16 @@ def test_additional_workers_do_not_enlarge_the_updates() -> None:
 
     Earlier, runs that other workers joined ended at 86 %, and undisturbed runs at 97 %.
     """
-    served = server("server(2, sync=asp)")
+    served = make_server("server(2, sync=asp)")
     # the number of workers is not given, one of two, all two, and two more than these
     for ticket, workers in enumerate((0, 1, 2, 4)):
-        said(served, push(1.0, step=ticket, version=ticket, numbers=(6.0, workers, 0.0, 6.0)))
+        send_and_read_refusal(
+            served, make_push(1.0, step=ticket, version=ticket, numbers=(6.0, workers, 0.0, 6.0))
+        )
     assert float(served.shard.values[0][0]) == 1 - 1 - 1 - 1 - 0.5
-    stale = server("server(2, sync=asp, rate=by_staleness)")
+    stale = make_server("server(2, sync=asp, rate=by_staleness)")
     # the division by staleness already covers this
-    said(stale, push(1.0, step=0, numbers=(6.0, 4.0, 0.0, 6.0)))
+    send_and_read_refusal(stale, make_push(1.0, step=0, numbers=(6.0, 4.0, 0.0, 6.0)))
     assert float(stale.shard.values[0][0]) == 0.0
 
 
@@ -436,10 +452,10 @@ def test_backup_workers_are_not_waited_for() -> None:
 
     The third is told that it was late, and its gradient is not used.
     """
-    told = Told()
-    served = server("server(3, sync=bsp(backup=1))", told)
+    told = AnswerRecorder()
+    served = make_server("server(3, sync=bsp(backup=1))", told)
     for ticket, value in ((0, 1.0), (2, 3.0), (1, 100.0)):
-        served.handle_message(push(value, step=ticket, sender=ticket, shares=2))
+        served.handle_message(make_push(value, step=ticket, sender=ticket, shares=2))
     assert [int(header.numbers[0]) for _, header, _ in told.answers] == [0, 0, LATE]
     assert torch.equal(
         served.shard.values[0], torch.full((60,), 1 - (1 + 3) / 12, dtype=torch.float64)
@@ -506,7 +522,7 @@ def _answered(listening: Listener, keys: KeyPair, at: Any = None) -> str:
         got = listening.receive_message(1.0)
         if got is None:
             return "nothing came"
-        server("server(2)", listening).handle_message(got)
+        make_server("server(2)", listening).handle_message(got)
         first, *_ = calling.sockets[0].recv_multipart()
         return MessageType(first[4]).name
     finally:
@@ -561,24 +577,28 @@ def test_stopped_worker_restarts_its_time_limit(monkeypatch: pytest.MonkeyPatch)
 
 def test_no_worker_exceeds_the_staleness_bound() -> None:
     desk = Desk(bound=2)
-    desk.give(20)
-    assert desk.asks(0) is not None
-    assert desk.asks(1) is not None  # and is slow
-    assert [desk.asks(0) is not None for _ in range(4)] == [True, True, False, False]
-    desk.asks(1)
+    desk.add_tickets(20)
+    assert desk.request_ticket(0) is not None
+    assert desk.request_ticket(1) is not None  # and is slow
+    assert [desk.request_ticket(0) is not None for _ in range(4)] == [True, True, False, False]
+    desk.request_ticket(1)
     assert 0 in desk.given
 
 
 def test_ticket_has_the_number_of_workers() -> None:
     """A ticket stays equal to itself, whatever its number of workers is."""
     desk = Desk()
-    desk.give(3)
-    assert [ticket and ticket.workers for ticket in map(desk.asks, (0, 1, 2))] == [1, 2, 3]
+    desk.add_tickets(3)
+    assert [ticket and ticket.workers for ticket in map(desk.request_ticket, (0, 1, 2))] == [
+        1,
+        2,
+        3,
+    ]
     desk.office.drop_worker(1)
-    again = desk.asks(0)
+    again = desk.request_ticket(0)
     assert again == Ticket(TRAIN, 1)
     assert again.workers == 2
-    desk.asks(0)
+    desk.request_ticket(0)
     assert sorted(ticket.number for ticket in desk.heard) == [0, 1]
 
 
@@ -590,7 +610,7 @@ def test_number_of_workers_reaches_the_update(
 
     monkeypatch.setattr("paragrad.parallel.server.work_queue.replace", many)
     one, more = (
-        pg.train(vectors(epochs=epochs), "server(2, servers=2, sync=asp)", runs=tmp_path)
+        pg.train(make_vectors_job(epochs=epochs), "server(2, servers=2, sync=asp)", runs=tmp_path)
         .model()
         .state_dict()
         for epochs in (1, 3)
@@ -600,39 +620,39 @@ def test_number_of_workers_reaches_the_update(
 
 def test_samples_of_a_lost_worker_are_reassigned_once() -> None:
     desk = Desk()
-    desk.give(3)
-    lost = desk.asks(0)
+    desk.add_tickets(3)
+    lost = desk.request_ticket(0)
     desk.office.drop_worker(0)
-    assert desk.asks(1) == lost
+    assert desk.request_ticket(1) == lost
     # worker 0 comes back, and has done its ticket after all
-    assert desk.asks(0) != lost
+    assert desk.request_ticket(0) != lost
     # earlier, the line of the other worker was not looked for, and a second one was written
     assert desk.office.earlier_workers == {0: [0, 1]}
-    while desk.asks(1):
+    while desk.request_ticket(1):
         pass
-    desk.asks(0)
+    desk.request_ticket(0)
     assert sorted(ticket.number for ticket in desk.heard) == [0, 1, 2]
     assert desk.office.is_idle
 
 
 def test_silent_worker_is_late() -> None:
     desk = Desk(limit=-1.0)
-    desk.give(1)
-    desk.asks(0)
+    desk.add_tickets(1)
+    desk.request_ticket(0)
     assert desk.office.drop_late_workers() == [0]
-    assert desk.asks(1) is not None
+    assert desk.request_ticket(1) is not None
 
 
 def test_step_with_backups_adapts_to_the_workers_left() -> None:
     desk = Desk(wanted=2)
     desk.office.updates_made = 0
-    desk.give(3)
-    first = [desk.asks(number) for number in range(3)]
+    desk.add_tickets(3)
+    first = [desk.request_ticket(number) for number in range(3)]
     assert [ticket and ticket.wanted for ticket in first] == [2, 2, 2]
     # no new ticket until both workers of the finished step have reported
-    assert desk.asks(2, became=LATE, version=1) is None
-    assert desk.asks(0, version=1) is None
-    desk.asks(1, version=1)
+    assert desk.request_ticket(2, became=LATE, version=1) is None
+    assert desk.request_ticket(0, version=1) is None
+    desk.request_ticket(1, version=1)
     (again,) = desk.given.values()
     assert again.number == 2
     assert (again.wanted, again.after) == (1, 1)
@@ -644,11 +664,11 @@ def test_repeated_request_gets_the_same_ticket() -> None:
     No worker computed that ticket, so the run never ended.
     """
     desk = Desk()
-    desk.give(2)
+    desk.add_tickets(2)
     text = json.dumps([0, None, {}]).encode()
     for _ in range(2):
         desk.office.handle_message(
-            desk, frames(Header(MessageType.NEXT, JOB, call=9), text, whose=b"0")
+            desk, make_frames(Header(MessageType.NEXT, JOB, call=9), text, whose=b"0")
         )
         desk.office.hand_out_tickets(desk)  # type: ignore[arg-type]
         assert desk.given[0].number == 0
@@ -659,27 +679,27 @@ def test_restarted_server_with_fewer_updates_is_accepted() -> None:
     """A server restarts at 200 updates. A report of 250, from before, comes after that."""
     desk = Desk(wanted=2)
     desk.office.updates_made = 249
-    desk.give(3)
-    desk.asks(0)
+    desk.add_tickets(3)
+    desk.request_ticket(0)
     desk.office.reset_updates()
-    desk.asks(0, version=250)
+    desk.request_ticket(0, version=250)
     assert desk.office.updates_made == 250
-    desk.asks(0, became=LATE, version=200)
+    desk.request_ticket(0, became=LATE, version=200)
     assert desk.office.updates_made == 200
     assert desk.given[0].after == 200
 
 
 def test_invalid_request_is_refused() -> None:
     desk = Desk()
-    told = Told()
+    told = AnswerRecorder()
     for message in (
-        frames(b"x"),
-        frames(Header(MessageType.NEXT, 5), b"[]"),
-        frames(Header(MessageType.PUSH, JOB), b""),
-        frames(Header(MessageType.NEXT, JOB), b'[1, {"no": 3}, {}]'),
-        frames(Header(MessageType.NEXT, JOB), b"\xff"),
-        frames(Header(MessageType.NEXT, JOB), b"[1, null, [1]]"),
-        frames(Header(MessageType.NEXT, JOB), b"[" * 100_000),
+        make_frames(b"x"),
+        make_frames(Header(MessageType.NEXT, 5), b"[]"),
+        make_frames(Header(MessageType.PUSH, JOB), b""),
+        make_frames(Header(MessageType.NEXT, JOB), b'[1, {"no": 3}, {}]'),
+        make_frames(Header(MessageType.NEXT, JOB), b"\xff"),
+        make_frames(Header(MessageType.NEXT, JOB), b"[1, null, [1]]"),
+        make_frames(Header(MessageType.NEXT, JOB), b"[" * 100_000),
     ):
         desk.office.handle_message(told, message)  # type: ignore[arg-type]
     assert [header.kind for _, header, _ in told.answers] == [MessageType.REFUSED] * 7
@@ -696,9 +716,9 @@ def halving(optimizer: Any) -> Any:
 @pytest.mark.parametrize(
     "made",
     [
-        job(
+        make_job(
             "deep",
-            deep,
+            make_deep_mlp,
             Subset(VECTORS, range(24)),
             test=VECTORS,
             clip_norm=0.5,
@@ -706,7 +726,7 @@ def halving(optimizer: Any) -> Any:
             scheduler_every="step",
         ),
         pytest.param(
-            job("normed", normed_cnn, Subset(IMAGES, range(24)), test=IMAGES),
+            make_job("normed", make_batch_norm_cnn, Subset(IMAGES, range(24)), test=IMAGES),
             marks=pytest.mark.table,
         ),
     ],
@@ -760,7 +780,7 @@ def test_pushes_may_be_compressed(
 
     With int8, this is less than one unit of the largest entry of each share.
     """
-    made = job("large", large, VECTORS).replace(
+    made = make_job("large", large, VECTORS).replace(
         dtype=torch.float64, epochs=1, optimizer=functools.partial(torch.optim.SGD, lr=0.1)
     )
     run, serial = (
@@ -815,12 +835,12 @@ def test_malformed_compressed_push_is_refused() -> None:
         InvalidMessage, match="119 bytes, where this vector has 120 when compressed"
     ):
         parcel.decode_vector(memoryview(bytes(119)))
-    served = server("server(2, compress=bf16)")
-    assert "where they are compressed" in said(served, push(is_shared=True))
-    assert "480 bytes" in said(served, push())
-    assert "not finite" in said(
+    served = make_server("server(2, compress=bf16)")
+    assert "where they are compressed" in send_and_read_refusal(served, make_push(is_shared=True))
+    assert "480 bytes" in send_and_read_refusal(served, make_push())
+    assert "not finite" in send_and_read_refusal(
         served,
-        frames(
+        make_frames(
             replace(_header(), numbers=(6.0, 3.0, 0.0, 6.0, 6.0), step=0),
             b"\1\1\1",
             bytes(torch.full((60,), math.inf).bfloat16().view(torch.uint8).numpy()),
@@ -833,12 +853,17 @@ def test_malformed_compressed_push_is_refused() -> None:
     ["server(3, servers=2, sync=asp)", "server(2, sync=ssp(1))", "server(3, sync=bsp(backup=1))"],
 )
 def test_every_sample_is_applied_once_on_every_server(text: str, tmp_path: Path) -> None:
-    run = pg.train(vectors(), text, runs=tmp_path, save=1)
-    assert set(applied(run)) == {3 * 29}
+    run = pg.train(make_vectors_job(), text, runs=tmp_path, save=1)
+    assert set(count_server_samples(run)) == {3 * 29}
     assert (run.sample_count.epochs, run.sample_count.twice, run.sample_count.missed) == (3, 0, 0)
     assert not run.header["exact"]
     for other in ("serial", "data(2)", "server(2, sync=asp)", "server(2)"):
-        assert len(pg.train(vectors(epochs=4), other, runs=tmp_path, resume=run.folder).losses) == 3
+        assert (
+            len(
+                pg.train(make_vectors_job(epochs=4), other, runs=tmp_path, resume=run.folder).losses
+            )
+            == 3
+        )
 
 
 @pytest.mark.sample(2)
@@ -849,9 +874,9 @@ def test_other_types_and_batch_norm(text: str, dtype: torch.dtype, tmp_path: Pat
 
     With batch norm, a server has two vectors. Earlier, only the first was reported as applied.
     """
-    made = job("normed", normed_cnn, IMAGES, test=IMAGES).replace(dtype=dtype)
+    made = make_job("normed", make_batch_norm_cnn, IMAGES, test=IMAGES).replace(dtype=dtype)
     run, serial = (pg.train(made, each, runs=tmp_path) for each in (text, "serial"))
-    assert set(applied(run)) == {2 * 30}
+    assert set(count_server_samples(run)) == {2 * 30}
     if text == "server(2)":
         assert run.losses == pytest.approx(serial.losses, rel=0.05)
     counted = [each.model().state_dict()["1.num_batches_tracked"] for each in (run, serial)]
@@ -896,7 +921,7 @@ def test_forward_changes_of_all_workers_are_merged(text: str, tmp_path: Path) ->
     A worker that came later began with the initial values. A checkpoint had the values of any one
     worker.
     """
-    made = job("seeing", Seeing, VECTORS).replace(dtype=torch.float64, epochs=4)
+    made = make_job("seeing", Seeing, VECTORS).replace(dtype=torch.float64, epochs=4)
     run = pg.train(made, text, runs=tmp_path)
     serial = pg.train(made, runs=tmp_path)
     found = run.model().state_dict()
@@ -953,19 +978,19 @@ def test_workers_draw_different_numbers(tmp_path: Path, monkeypatch: pytest.Monk
     drawn.mkdir()
     monkeypatch.setenv("PARAGRAD_TEST_DRAWN", str(drawn))
     monkeypatch.setenv("PARAGRAD_TEST_LAUNCHER", str(os.getpid()))
-    pg.train(vectors(loss=drawing), "server(2, sync=ssp(0))", runs=tmp_path)
+    pg.train(make_vectors_job(loss=drawing), "server(2, sync=ssp(0))", runs=tmp_path)
     found = [path.read_text() for path in drawn.iterdir()]
     assert len(set(found)) == len(found) == 2
 
 
 def test_servers_resume_checkpoints_of_other_strategies(tmp_path: Path) -> None:
-    half = pg.train(vectors(epochs=2), "serial", runs=tmp_path, save=100)
-    whole = pg.train(vectors(dtype=torch.float64), "serial", runs=tmp_path)
-    run = pg.train(vectors(), "server(1, sync=asp)", runs=tmp_path, resume=half.folder)
+    half = pg.train(make_vectors_job(epochs=2), "serial", runs=tmp_path, save=100)
+    whole = pg.train(make_vectors_job(dtype=torch.float64), "serial", runs=tmp_path)
+    run = pg.train(make_vectors_job(), "server(1, sync=asp)", runs=tmp_path, resume=half.folder)
     assert run.losses == pytest.approx(whole.losses[-3:], rel=1e-4)
 
 
-@pytest.mark.usefixtures("warm")
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize("optimizer", [DistanceSgd, Harmonic])
 def test_checkpoint_of_servers_has_numbers_of_groups(
     optimizer: Callable[..., torch.optim.Optimizer], tmp_path: Path
@@ -975,7 +1000,9 @@ def test_checkpoint_of_servers_has_numbers_of_groups(
     In a resumed run, counts and estimates silently began anew. State in a dictionary ended the run:
     "Object of type Tensor is not JSON serializable".
     """
-    counted = job("counted", mlp, VECTORS, optimizer=optimizer, dtype=torch.float64, epochs=2)
+    counted = make_job(
+        "counted", make_mlp, VECTORS, optimizer=optimizer, dtype=torch.float64, epochs=2
+    )
     expected = pg.train(counted, "serial", runs=tmp_path).model().state_dict()
     half = pg.train(counted.replace(epochs=1), "server(2)", runs=tmp_path, save=3)
     for chosen in ("server(2)", "serial"):
@@ -988,11 +1015,17 @@ def test_interrupted_asynchronous_run_resumes(tmp_path: Path) -> None:
     def stop(told: dict[str, Any]) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
-    run = pg.train(vectors(epochs=200), "server(2, sync=asp)", runs=tmp_path, progress=stop)
+    run = pg.train(
+        make_vectors_job(epochs=200), "server(2, sync=asp)", runs=tmp_path, progress=stop
+    )
     assert run.stopped
     made = len(run.losses)
     on = pg.train(
-        vectors(epochs=200), "server(2, sync=asp)", runs=tmp_path, resume=run.folder, limit=made + 3
+        make_vectors_job(epochs=200),
+        "server(2, sync=asp)",
+        runs=tmp_path,
+        resume=run.folder,
+        limit=made + 3,
     )
     assert len(on.losses) == 3
 
@@ -1005,7 +1038,12 @@ def test_run_options_work_with_the_work_queue(
     Two checkpoints are kept. Also, a run that was resumed behind its limit trained to the end.
     """
     run = pg.train(
-        vectors(epochs=2), "server(2, sync=asp)", runs=tmp_path, save=2, tensorboard=True, limit=5
+        make_vectors_job(epochs=2),
+        "server(2, sync=asp)",
+        runs=tmp_path,
+        save=2,
+        tensorboard=True,
+        limit=5,
     )
     assert sorted(each.name for each in run.folder.glob("checkpoint-*")) == [
         f"checkpoint-{step:08}" for step in (4, 5)
@@ -1014,7 +1052,11 @@ def test_run_options_work_with_the_work_queue(
     assert len(run.losses) == 5
     assert (
         on := pg.train(
-            vectors(epochs=2), "server(2, sync=asp)", runs=tmp_path, resume=run.folder, limit=4
+            make_vectors_job(epochs=2),
+            "server(2, sync=asp)",
+            runs=tmp_path,
+            resume=run.folder,
+            limit=4,
         )
     ).losses == []
     assert on.finished
@@ -1036,14 +1078,16 @@ def test_epoch_stopped_at_its_last_batch_is_evaluated_once(
 
     with monkeypatch.context() as patch:
         patch.setattr(queue_coordinator, "QueueCoordinator", Stopped)
-        run = pg.train(vectors(epochs=2), "server(2, sync=asp)", runs=tmp_path)
+        run = pg.train(make_vectors_job(epochs=2), "server(2, sync=asp)", runs=tmp_path)
     assert run.stopped
     assert list(Record(run.folder).select_lines("epoch")) == []
-    on = pg.train(vectors(epochs=2), "server(2, sync=asp)", runs=tmp_path, resume=run.folder)
+    on = pg.train(
+        make_vectors_job(epochs=2), "server(2, sync=asp)", runs=tmp_path, resume=run.folder
+    )
     assert [line["epoch"] for line in Record(on.folder).select_lines("epoch")] == [0, 1]
-    ended = pg.train(vectors(epochs=1), "server(2, sync=asp)", runs=tmp_path, save=3)
+    ended = pg.train(make_vectors_job(epochs=1), "server(2, sync=asp)", runs=tmp_path, save=3)
     # this epoch was tested already
-    after = pg.train(vectors(epochs=2), "serial", runs=tmp_path, resume=ended.folder)
+    after = pg.train(make_vectors_job(epochs=2), "serial", runs=tmp_path, resume=ended.folder)
     assert [line["epoch"] for line in Record(after.folder).select_lines("epoch")] == [1]
 
 
@@ -1116,9 +1160,9 @@ def test_other_workers_continue_after_a_failure(
         "QueueCoordinator",
         type("Here", (Disturbed,), {"number": number, "happens": happens, **more}),
     )
-    run = pg.train(vectors(epochs=6), "server(2, servers=2, sync=asp)", runs=tmp_path)
+    run = pg.train(make_vectors_job(epochs=6), "server(2, servers=2, sync=asp)", runs=tmp_path)
     assert run.finished
-    assert set(applied(run)) == {6 * 29}
+    assert set(count_server_samples(run)) == {6 * 29}
     events = [line["name"] for line in Record(run.folder).run_lines if line["kind"] == "event"]
     assert event in events
     lost = [
@@ -1148,7 +1192,7 @@ def test_timeout_setting_applies_to_sockets(
 
     monkeypatch.setattr(queue_coordinator, "QueueCoordinator", Hung)
     with pytest.raises(pg.RankFailed, match="no answer from server 0 within 10 s"):
-        pg.train(vectors(epochs=6), "server(2, sync=asp)", runs=tmp_path, timeout=10)
+        pg.train(make_vectors_job(epochs=6), "server(2, sync=asp)", runs=tmp_path, timeout=10)
 
 
 @pytest.mark.parametrize("living", [False, True], ids=["killed", "living"])
@@ -1166,7 +1210,7 @@ def test_applied_share_without_a_worker_record_is_audited(
     the line is written at once. Earlier, it was missed too if the launcher was killed then.
     """
     run: Any = queue_coordinator.QueueCoordinator.__new__(queue_coordinator.QueueCoordinator)
-    run.validated_run = validate_run(vectors(), "server(2, sync=asp)")
+    run.validated_run = validate_run(make_vectors_job(), "server(2, sync=asp)")
     run.folder = tmp_path
     run.unrecorded_shares = []
     run.pool = SimpleNamespace(members={4: None} if living else {})
@@ -1176,9 +1220,9 @@ def test_applied_share_without_a_worker_record_is_audited(
     ticket = Ticket(TRAIN, 3, 0, 1, 1)
     desk = Desk()
     desk.office.add_tickets([ticket])
-    desk.asks(4)
+    desk.request_ticket(4)
     desk.office.drop_worker(4)
-    desk.asks(6)
+    desk.request_ticket(6)
     desk.office.limit = -1.0
     assert desk.office.drop_late_workers() == [6]
     run.queue = desk.office
@@ -1215,7 +1259,7 @@ def raising(output: Tensor, target: Tensor) -> Tensor:
 def test_asynchronous_worker_exception_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = vectors(loss=raising)
+    made = make_vectors_job(loss=raising)
     begin = queue_coordinator.QueueCoordinator.start_process
 
     def start(self: queue_coordinator.QueueCoordinator, number: int, server: int | None) -> None:
@@ -1238,7 +1282,7 @@ def test_failing_server_names_the_step(text: str, tmp_path: Path) -> None:
     Earlier, every server named step 0, because the rank of a server makes no steps.
     """
     with pytest.raises(pg.RankFailed, match="total steps is 4") as failed:
-        pg.train(vectors(scheduler=ending), text, runs=tmp_path)
+        pg.train(make_vectors_job(scheduler=ending), text, runs=tmp_path)
     assert failed.value.step == 4
 
 
@@ -1255,7 +1299,7 @@ def test_server_exit_after_saving_does_not_fail_the_run(
                 self.close_seconds = 0.5
 
     monkeypatch.setattr(queue_coordinator, "QueueCoordinator", Late)
-    run = pg.train(vectors(epochs=1), "server(2, sync=asp)", runs=tmp_path)
+    run = pg.train(make_vectors_job(epochs=1), "server(2, sync=asp)", runs=tmp_path)
     assert run.finished
     assert run.model()
 
@@ -1268,16 +1312,16 @@ def test_failing_listener_is_recorded_as_a_failed_run(
 
     monkeypatch.setattr(queue_coordinator, "Listener", listening)
     with pytest.raises(pg.RankFailed, match="somebody else's by now"):
-        pg.train(vectors(epochs=1), "server(2, sync=asp)", runs=tmp_path)
+        pg.train(make_vectors_job(epochs=1), "server(2, sync=asp)", runs=tmp_path)
     record = Record(next(tmp_path.iterdir()))
     assert [line["status"] for line in record.run_lines if line["kind"] == "end"] == ["failed"]
 
 
 def test_evaluation_is_assigned_to_trained_workers() -> None:
     desk = Desk()
-    desk.give(1)
-    desk.asks(0)
-    desk.asks(1)
+    desk.add_tickets(1)
+    desk.request_ticket(0)
+    desk.request_ticket(1)
     desk.office.add_tickets([Ticket(TEST, part=part, parts=2) for part in range(2)])
-    desk.asks(0)
+    desk.request_ticket(0)
     assert 1 not in desk.given

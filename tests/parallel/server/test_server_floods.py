@@ -26,8 +26,8 @@ import pytest
 import torch
 import zmq
 import zmq.utils.monitor
-from equality_table import VECTORS, job
-from server_messages import JOB, Told, frames, push, server
+from equality_table import VECTORS, make_job
+from server_messages import JOB, AnswerRecorder, make_frames, make_push, make_server
 from torch import nn
 
 import paragrad as pg
@@ -56,7 +56,7 @@ def wide() -> nn.Module:
     return nn.Sequential(nn.Linear(10, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4))
 
 
-WIDE = job("wide", wide, VECTORS).replace(epochs=STEPS // 3)  # an epoch has three steps
+WIDE = make_job("wide", wide, VECTORS).replace(epochs=STEPS // 3)  # an epoch has three steps
 
 
 # ---- in the ranks of the training ------------------------------------------------------------
@@ -492,19 +492,19 @@ def test_flood_is_refused_by_name_and_training_is_bit_equal(
 
 def test_message_names_stay_few_under_random_numbers() -> None:
     """Earlier, each length of a header gave a new name in the record and in the server's memory."""
-    served = server("server(2)")
+    served = make_server("server(2)")
     draw = random.Random(1)
-    whole = push()[1].bytes
+    whole = make_push()[1].bytes
     for _ in range(1000):
         number = draw.randrange(2**32)
         for message in (
-            frames(draw.randbytes(draw.randrange(99))),
-            frames(whole[:4] + bytes([max(MessageType) + 1 + number % 200]) + whole[5:]),
-            frames(whole[:5] + bytes([20 + number % 200]) + whole[6:]),
-            frames(whole, *[b""] * (3 + number % 99)),
-            frames(whole, b"\1\1\1", bytes(draw.randrange(480))),
-            push(share=2 + number // 2),
-            frames(replace(unpack_header(whole), elements=number), b"\1\1\1", b""),
+            make_frames(draw.randbytes(draw.randrange(99))),
+            make_frames(whole[:4] + bytes([max(MessageType) + 1 + number % 200]) + whole[5:]),
+            make_frames(whole[:5] + bytes([20 + number % 200]) + whole[6:]),
+            make_frames(whole, *[b""] * (3 + number % 99)),
+            make_frames(whole, b"\1\1\1", bytes(draw.randrange(480))),
+            make_push(share=2 + number // 2),
+            make_frames(replace(unpack_header(whole), elements=number), b"\1\1\1", b""),
         ):
             served.handle_message(message)
     assert set(served.shard.refusals) == {
@@ -523,12 +523,12 @@ def test_repeated_leave_message_counts_once() -> None:
 
     The server then ended while workers were still connected.
     """
-    listening: Any = Told()
+    listening: Any = AnswerRecorder()
     listening.refusals = {}
-    served = server("server(2)", listening)
+    served = make_server("server(2)", listening)
     for sender in (1, 1, 2):
         assert len(served.left_senders) < 2
-        served.handle_message(frames(Header(MessageType.END, JOB, sender)))
+        served.handle_message(make_frames(Header(MessageType.END, JOB, sender)))
     assert served.left_senders == {1, 2}
 
 

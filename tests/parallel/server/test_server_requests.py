@@ -16,7 +16,15 @@ from typing import Any
 
 import pytest
 import torch
-from server_messages import JOB, Told, applied, frames, push, server, vectors
+from server_messages import (
+    JOB,
+    AnswerRecorder,
+    count_server_samples,
+    make_frames,
+    make_push,
+    make_server,
+    make_vectors_job,
+)
 
 import paragrad as pg
 from paragrad.errors import StepFailed
@@ -123,7 +131,7 @@ def test_acknowledged_request_waits_beyond_its_time_limit() -> None:
 
     A server did not say so while other workers still computed.
     """
-    served = server("server(3, sync=bsp(backup=1))")
+    served = make_server("server(3, sync=bsp(backup=1))")
     waits = 0
     with listening() as here:
         served.listener = here
@@ -133,7 +141,7 @@ def test_acknowledged_request_waits_beyond_its_time_limit() -> None:
             assert came is not None
             waits += unpack_header(came[1].bytes).kind == MessageType.REMIND
             served.handle_message(came)
-        served.handle_message(push(3.0, step=1, sender=2, shares=2, whose=b"\0another"))
+        served.handle_message(make_push(3.0, step=1, sender=2, shares=2, whose=b"\0another"))
         assert asker.end() == [MessageType.DONE]
     assert asker.failed is None
     assert served.shard.received_bytes == 2 * VECTOR.nbytes
@@ -158,8 +166,8 @@ class Desk:
     """A server whose answers are kept."""
 
     def __init__(self, text: str) -> None:
-        self.told = Told()
-        self.served = server(text, self.told)
+        self.told = AnswerRecorder()
+        self.served = make_server(text, self.told)
 
     def said(self, message: list[Any]) -> list[tuple[bytes, MessageType, int]]:
         before = len(self.told.answers)
@@ -171,7 +179,7 @@ class Desk:
 
     def reminded(self, call: int, whose: bytes = b"w0", sender: int = 1) -> MessageType:
         ((_, kind, _),) = self.said(
-            frames(Header(MessageType.REMIND, JOB, sender, call=call), whose=whose)
+            make_frames(Header(MessageType.REMIND, JOB, sender, call=call), whose=whose)
         )
         return kind
 
@@ -180,16 +188,16 @@ def test_pending_request_survives_and_a_lost_one_is_detected() -> None:
     desk = Desk("server(3, sync=bsp(backup=1))")
     more: dict[str, Any] = {"shares": 2, "step": 0}
     assert desk.reminded(7) == MessageType.MISSED
-    assert desk.said(push(call=7, **more)) == []
+    assert desk.said(make_push(call=7, **more)) == []
     assert desk.reminded(7) == MessageType.WAIT
     assert desk.reminded(8) == MessageType.MISSED
     # the worker sends it again over this connection
     assert desk.reminded(7, b"w0 again") == MessageType.MISSED
     for _ in range(1000):
-        assert desk.said(push(call=7, whose=b"w0 again", **more)) == []
+        assert desk.said(make_push(call=7, whose=b"w0 again", **more)) == []
     assert desk.reminded(7, b"w0 again") == MessageType.WAIT
     assert len(desk.served.pending_pushes[0].waiting_requests) == 2  # however often it comes
-    told = desk.said(push(3.0, step=1, sender=2, shares=2, whose=b"w1"))
+    told = desk.said(make_push(3.0, step=1, sender=2, shares=2, whose=b"w1"))
     assert sorted(told) == [
         (b"w0", MessageType.DONE, APPLIED),
         (b"w0 again", MessageType.DONE, APPLIED),
@@ -204,10 +212,10 @@ def test_duplicate_push_does_not_cause_a_resend() -> None:
     Earlier, each took the place of the other, and learned of it when it asked again.
     """
     desk = Desk("server(3, sync=bsp(backup=1))")
-    assert desk.said(push(100.0, step=0, call=5)) == []
-    assert desk.said(push(1.0, step=0, sender=2, whose=b"w1", call=6)) == []
+    assert desk.said(make_push(100.0, step=0, call=5)) == []
+    assert desk.said(make_push(1.0, step=0, sender=2, whose=b"w1", call=6)) == []
     assert [desk.reminded(5), desk.reminded(6, b"w1", 2)] == [MessageType.WAIT, MessageType.WAIT]
-    told = desk.said(push(3.0, step=1, sender=3, whose=b"w2"))
+    told = desk.said(make_push(3.0, step=1, sender=3, whose=b"w2"))
     assert sorted(told) == [
         (b"w0", MessageType.DONE, ALREADY_APPLIED),
         (b"w1", MessageType.DONE, APPLIED),
@@ -216,14 +224,16 @@ def test_duplicate_push_does_not_cause_a_resend() -> None:
     assert torch.equal(
         desk.served.shard.values[0], torch.full((60,), 1 - (1 + 3) / 12, dtype=torch.float64)
     )
-    assert desk.said(push(3.0, step=2, sender=4, whose=b"w3")) == [(b"w3", MessageType.DONE, LATE)]
+    assert desk.said(make_push(3.0, step=2, sender=4, whose=b"w3")) == [
+        (b"w3", MessageType.DONE, LATE)
+    ]
 
 
 def test_pull_request_is_not_stored() -> None:
     desk = Desk("server(2, sync=asp)")
-    assert [kind for _, kind, _ in desk.said(frames(Header(MessageType.PULL, JOB, 1, call=3)))] == [
-        MessageType.VALUES
-    ]
+    assert [
+        kind for _, kind, _ in desk.said(make_frames(Header(MessageType.PULL, JOB, 1, call=3)))
+    ] == [MessageType.VALUES]
     # the reminder comes after the vector, so no request is open any more
     assert desk.reminded(3) == MessageType.MISSED
 
@@ -237,7 +247,7 @@ def test_request_lost_with_a_connection_is_sent_again() -> None:
             asker = Asker(at, (0, PUSH, (b"\1\1\1", view_bytes(VECTOR))))
             assert taken(first)[2] == 4
         with listening(at) as second:
-            served = server("server(2, sync=asp)", second)
+            served = make_server("server(2, sync=asp)", second)
             while not asker.answers:
                 if (came := second.receive_message(0.1)) is not None:
                     served.handle_message(came)
@@ -350,9 +360,11 @@ def test_more_late_workers_than_backups_do_not_end_the_run(
                     self.pool.members[number].send_signal(signal.SIGSTOP)
 
     monkeypatch.setattr(queue_coordinator, "QueueCoordinator", Halved)
-    run = pg.train(vectors(epochs=6), "server(3, sync=bsp(backup=1))", runs=tmp_path, timeout=10)
+    run = pg.train(
+        make_vectors_job(epochs=6), "server(3, sync=bsp(backup=1))", runs=tmp_path, timeout=10
+    )
     assert run.finished
-    assert set(applied(run)) == {6 * 29}
+    assert set(count_server_samples(run)) == {6 * 29}
     assert (run.sample_count.epochs, run.sample_count.twice, run.sample_count.missed) == (6, 0, 0)
     events = [line["name"] for line in Record(run.folder).run_lines if line["kind"] == "event"]
     assert events.count("late") >= 2

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from equality_table import numbers, whole
+from equality_table import draw_integers, draw_numbers
 from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
@@ -52,10 +52,10 @@ RULES = (
 # (function, shapes of its tensors, {index of a divided tensor: its divided dimension})
 Case = tuple[Callable[..., Any], tuple[tuple[int, ...], ...], dict[int, int]]
 
-CLASSES = whole(7, 5, seed=90).masked_fill(whole(4, 5, seed=91) == 0, -100)
-GRID = whole(7, 5, 3, seed=92)
-INDEX = whole(6, 4, seed=93)
-CHANCES = numbers(5, 7, seed=94).softmax(1)
+CLASSES = draw_integers(7, 5, seed=90).masked_fill(draw_integers(4, 5, seed=91) == 0, -100)
+GRID = draw_integers(7, 5, 3, seed=92)
+INDEX = draw_integers(6, 4, seed=93)
+CHANCES = draw_numbers(5, 7, seed=94).softmax(1)
 SCALES = torch.tensor([1.0, 2.0, 0.5, 1.5, 3.0, 1.0, 0.1], dtype=torch.float64)
 
 
@@ -387,10 +387,11 @@ def compared(world: World, name: str, blocks: int) -> float:
     function, sizes, places = CASES[name]
     line = AxisGroup(world)
     plain = [
-        numbers(*shape, seed=60 + at).double().requires_grad_() for at, shape in enumerate(sizes)
+        draw_numbers(*shape, seed=60 + at).double().requires_grad_()
+        for at, shape in enumerate(sizes)
     ]
     expected = function(*plain)
-    towards = numbers(expected.numel(), seed=77).double().view(expected.shape)
+    towards = draw_numbers(expected.numel(), seed=77).double().view(expected.shape)
     (expected * towards).sum().backward()
     leaves = []
     given = []
@@ -478,7 +479,7 @@ def along_all(world: World) -> list[str]:
     Each function runs along each dimension of a tensor that is divided along each dimension.
     """
     line = AxisGroup(world)
-    x = numbers(4, 6, 5, seed=8).double()
+    x = draw_numbers(4, 6, 5, seed=8).double()
     wrong = []
     for name, cut, dim in itertools.product(
         (*reduction_rules.REDUCTIONS, *reduction_rules.ALONG_DIM), range(3), range(3)
@@ -529,11 +530,11 @@ def checked(world: World, uneven: bool) -> list[bool]:
         (AxisScatter, (3, length), True),
         (AxisGather, (3, mine), False),
     ):
-        x = numbers(*shape, seed=5 if plain else 10 + world.rank).double().requires_grad_()
+        x = draw_numbers(*shape, seed=5 if plain else 10 + world.rank).double().requires_grad_()
         arguments = (x, line) if pair in (AxisCopy, AxisReduce) else (x, 1, pieces, line)
         out = pair.apply(*arguments)
         # if the result is equal on all ranks, its gradient is the same on all ranks
-        towards = numbers(
+        towards = draw_numbers(
             *out.shape, seed=20 if pair in (AxisReduce, AxisGather) else 30 + world.rank
         ).double()
         (gradient,) = torch.autograd.grad(out, x, towards)
@@ -591,12 +592,12 @@ def copies(world: World) -> list[float]:
     line = AxisGroup(world)
     weights = [
         ShardedTensor(
-            numbers(2, 6, seed=at + world.rank).double(),
+            draw_numbers(2, 6, seed=at + world.rank).double(),
             {0: Sharding(partition_evenly(2 * world.size, world.size), line)},
         )
         for at in (1, 10, 20)
     ]
-    x = numbers(4, 6, seed=3).double().requires_grad_()
+    x = draw_numbers(4, 6, seed=3).double().requires_grad_()
     hidden = x * 1
     out = sum(gathered(functional.linear(hidden, weight)).sum() for weight in weights[:2])
     hidden += 1

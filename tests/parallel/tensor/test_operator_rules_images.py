@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from equality_table import numbers, whole
+from equality_table import draw_integers, draw_numbers
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -45,7 +45,9 @@ RULES = (
 )
 # (function, shapes of the image and of tensors that are whole on all ranks)
 Case = tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]
-PIXELS = whole(4, 2, 7, 9, seed=80).masked_fill(whole(5, 2, 7, 9, seed=81) == 0, -100)
+PIXELS = draw_integers(4, 2, 7, 9, seed=80).masked_fill(
+    draw_integers(5, 2, 7, 9, seed=81) == 0, -100
+)
 WEIGHTS = torch.tensor([1.0, 2.0, 0.5, 1.5], dtype=torch.float64)
 
 
@@ -304,10 +306,10 @@ def compared(world: World, name: str, columns: int) -> tuple[float, bool]:
     lines = {2: Counting(world.select_axes("rows"))} | (
         {3: Counting(world.select_axes("columns"))} if columns > 1 else {}
     )
-    given = [numbers(*shape, seed=20 + at).double() for at, shape in enumerate(shapes)]
+    given = [draw_numbers(*shape, seed=20 + at).double() for at, shape in enumerate(shapes)]
     serial, here = ([each.clone().requires_grad_() for each in given] for _ in range(2))
     expected = run(*serial)
-    towards = numbers(expected.numel(), seed=9).double().view(expected.shape)
+    towards = draw_numbers(expected.numel(), seed=9).double().view(expected.shape)
     (expected * towards).sum().backward()
     found = run(shard_inputs(here[0], lines), *here[1:])
     counts = sum(line.count for line in lines.values())

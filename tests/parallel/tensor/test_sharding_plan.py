@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from equality_table import TiedLstm, normed_cnn, whole
-from equality_table import numbers as drawn
+from equality_table import TiedLstm, draw_integers, draw_numbers, make_batch_norm_cnn
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -41,7 +40,7 @@ def test_linear_pairs_are_split_by_columns_and_rows() -> None:
         nn.ReLU(),
         nn.Linear(5, 3),
     )
-    plan = plan_sharding(model, drawn(2, 6, seed=1), 2)
+    plan = plan_sharding(model, draw_numbers(2, 6, seed=1), 2)
     assert told(plan) == {
         "0.weight": "outputs 4 + 4",
         "0.bias": "elements 4 + 4",
@@ -60,7 +59,7 @@ def test_linear_pairs_are_split_by_columns_and_rows() -> None:
 def test_every_layer_is_split_by_outputs_without_pairs() -> None:
     """Each layer's input is gathered: one kind of split for all layers (Gholami et al. 2018)."""
     model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 4))
-    plan = plan_sharding(model, drawn(2, 6, seed=1), 2, pairs=False)
+    plan = plan_sharding(model, draw_numbers(2, 6, seed=1), 2, pairs=False)
     assert [told(plan)[f"{number}.weight"] for number in (0, 2, 4)] == [
         "outputs 4 + 4",
         "outputs 3 + 3",
@@ -69,7 +68,7 @@ def test_every_layer_is_split_by_outputs_without_pairs() -> None:
     assert travels(plan) == ["2: gathered", "2: copied", "4: gathered", "4: copied"]
     plan = plan_sharding(
         nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1)),
-        drawn(2, 6, seed=1),
+        draw_numbers(2, 6, seed=1),
         2,
         pairs=False,
     )
@@ -78,7 +77,7 @@ def test_every_layer_is_split_by_outputs_without_pairs() -> None:
 
 
 def test_channels_are_split_with_their_norm_statistics() -> None:
-    plan = plan_sharding(normed_cnn(), drawn(2, 2, 8, 8, seed=1), 2)
+    plan = plan_sharding(make_batch_norm_cnn(), draw_numbers(2, 2, 8, 8, seed=1), 2)
     assert {name for name in plan.sharded_tensors if name.startswith("1.")} == {
         "1.weight",
         "1.bias",
@@ -91,7 +90,7 @@ def test_channels_are_split_with_their_norm_statistics() -> None:
 
 def test_heads_are_whole_and_qkv_is_three() -> None:
     plan = plan_sharding(
-        nn.TransformerEncoderLayer(12, 3, 16, batch_first=True), drawn(2, 5, 12, seed=1), 2
+        nn.TransformerEncoderLayer(12, 3, 16, batch_first=True), draw_numbers(2, 5, 12, seed=1), 2
     )
     assert told(plan)["self_attn.in_proj_weight"] == "outputs 8 + 4 of each of 3 blocks"
     assert told(plan)["self_attn.out_proj.weight"] == "inputs 8 + 4"
@@ -136,20 +135,20 @@ def test_queries_are_on_the_rank_of_their_keys() -> None:
     Alone, eight query heads over three ranks would be 3, 3 and 2. Their four key heads are 2, 1 and
     1.
     """
-    plan = plan_sharding(Grouped(8, 4), drawn(2, 5, 8, seed=1).requires_grad_(), 3)
+    plan = plan_sharding(Grouped(8, 4), draw_numbers(2, 5, 8, seed=1).requires_grad_(), 3)
     assert told(plan)["query.weight"] == "outputs 16 + 8 + 8"
     assert told(plan)["key.weight"] == "outputs 8 + 4 + 4"
     assert not [each for each in travels(plan) if "gathered" in each or "sliced" in each]
 
 
 def test_fewer_key_heads_than_ranks_are_replicated() -> None:
-    plan = plan_sharding(Grouped(4, 2), drawn(2, 5, 8, seed=1), 3)
+    plan = plan_sharding(Grouped(4, 2), draw_numbers(2, 5, 8, seed=1), 3)
     assert told(plan)["query.weight"] == "outputs 8 + 4 + 4"
     assert told(plan)["key.weight"].startswith("whole")
 
 
 def test_tied_weight_is_split_once() -> None:
-    plan = plan_sharding(TiedLstm(), whole(11, 2, 7, seed=1), 2)
+    plan = plan_sharding(TiedLstm(), draw_integers(11, 2, 7, seed=1), 2)
     assert told(plan)["embedding.weight"] == "vocabulary 6 + 5"
     assert told(plan)["out.bias"] == "elements 6 + 5"
     assert all(
@@ -162,7 +161,7 @@ def test_weight_normalization_sums_norms_over_ranks() -> None:
     normed = nn.utils.parametrizations.weight_norm
     plan = plan_sharding(
         nn.Sequential(normed(nn.Linear(6, 8)), nn.Tanh(), normed(nn.Linear(8, 4))),
-        drawn(2, 6, seed=1),
+        draw_numbers(2, 6, seed=1),
         2,
     )
     assert told(plan)["0.parametrizations.weight.original1"] == "outputs 4 + 4"
@@ -175,7 +174,9 @@ class Experts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = (nn.Parameter(drawn(3, *shape, seed=1)) for shape in ((16, 6), (6, 8)))
+        self.up, self.down = (
+            nn.Parameter(draw_numbers(3, *shape, seed=1)) for shape in ((16, 6), (6, 8))
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         out = torch.zeros_like(x)
@@ -186,7 +187,7 @@ class Experts(nn.Module):
 
 
 def test_stacked_experts_are_split_inside() -> None:
-    plan = plan_sharding(Experts(), drawn(2, 6, seed=1), 2)
+    plan = plan_sharding(Experts(), draw_numbers(2, 6, seed=1), 2)
     assert told(plan) == {"up": "outputs 4 + 4 of each of 2 blocks", "down": "inputs 4 + 4"}
     assert {each.split(": ")[1] for each in travels(plan)} == {"summed"}
 
@@ -203,7 +204,11 @@ class Recomputed(nn.Module):
 
 def test_recomputed_layers_are_traced() -> None:
     assert (
-        len(plan_sharding(Recomputed(), drawn(2, 6, seed=1).requires_grad_(), 2).sharded_tensors)
+        len(
+            plan_sharding(
+                Recomputed(), draw_numbers(2, 6, seed=1).requires_grad_(), 2
+            ).sharded_tensors
+        )
         == 3
     )
 
@@ -229,15 +234,15 @@ def test_plan_with_fewer_bytes_is_chosen_around_a_layer() -> None:
                 x = x + block(x)
             return x
 
-    plan = plan_sharding(Residual(), drawn(2, 6, seed=1), 2)
+    plan = plan_sharding(Residual(), draw_numbers(2, 6, seed=1), 2)
     assert plan.options.gathers_mixed
     assert travels(plan).count("blocks.1.0: gathered") == 0
 
 
 def test_model_is_unchanged_by_planning() -> None:
-    model = normed_cnn()
+    model = make_batch_norm_cnn()
     before = {name: each.clone() for name, each in model.state_dict().items()}
-    plan_sharding(model, drawn(2, 2, 8, 8, seed=1), 2)
+    plan_sharding(model, draw_numbers(2, 2, 8, 8, seed=1), 2)
     assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
     assert all(
         type(getattr(module, name)) is nn.Parameter
@@ -272,4 +277,4 @@ def test_model_is_unchanged_by_planning() -> None:
 )
 def test_unsplittable_layer_is_reported(made: Callable[[], Any], ranks: int, says: str) -> None:
     with pytest.raises(StepFailed, match=says):
-        tensor.check_model(Strategy(ranks), made(), drawn(2, 4, seed=1), False)
+        tensor.check_model(Strategy(ranks), made(), draw_numbers(2, 4, seed=1), False)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from equality_table import VECTORS, found, job, mlp
+from equality_table import VECTORS, make_job, make_mlp, measure_difference
 from torch import nn
 
 from paragrad.launch import Launcher
@@ -123,21 +123,23 @@ class Hiding(Rule):
     ],
 )
 def test_late_steps_are_serials(rule: type[Rule], strategy: str, pool: Launcher) -> None:
-    made = job("vectors", mlp, VECTORS).replace(dtype=torch.float64, batch=8, optimizer=rule)
-    difference = found(pool, strategy, made)
+    made = make_job("vectors", make_mlp, VECTORS).replace(
+        dtype=torch.float64, batch=8, optimizer=rule
+    )
+    difference = measure_difference(pool, strategy, made)
     assert difference.first is None
     assert difference.value <= EXACT_BOUND
 
 
 def test_schedule_of_a_short_job_is_not_overrun(pool: Launcher) -> None:
     """Earlier, a learning-rate schedule of 40 steps ended a comparison of 45 steps in an error."""
-    made = job("vectors", mlp, VECTORS).replace(
+    made = make_job("vectors", make_mlp, VECTORS).replace(
         dtype=torch.float64,
         batch=8,
         scheduler=lambda each: torch.optim.lr_scheduler.OneCycleLR(each, 0.1, 40),
         scheduler_every="step",
     )
-    assert found(pool, "data(2)", made).first is None
+    assert measure_difference(pool, "data(2)", made).first is None
 
 
 def test_rounding_is_measured_by_the_largest_gradient_so_far() -> None:

@@ -22,8 +22,7 @@ from typing import Any
 
 import pytest
 import torch
-from equality_table import JOBS, OF_IMAGES, VECTORS, mlp, resolved, stepped
-from equality_table import job as make_job
+from equality_table import JOBS, OF_IMAGES, VECTORS, make_job, make_mlp, make_step_lr, resolve_text
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -86,9 +85,9 @@ RESUMED = {
     "two groups": in64(
         make_job(
             "two groups",
-            mlp,
+            make_mlp,
             VECTORS,
-            scheduler=stepped,
+            scheduler=make_step_lr,
             scheduler_every="step",
             optimizer=lambda parameters: (
                 lambda each: torch.optim.AdamW(
@@ -293,8 +292,8 @@ def test_checkpoint_of_one_strategy_resumes_under_another(
     (The steps of Adam after 4 steps differ from the first steps of Adam.)
     """
     job = {**RESUMED, **BRANCHED}[name]
-    early = resolved(before)
-    late = resolved(after)
+    early = resolve_text(before)
+    late = resolve_text(after)
     expected = steps_from(World(), job, Serial(threads=1), None, 0, SAVED + 5)
     pool.run(steps_from, job, early, None, 0, SAVED, tmp_path, size=early.size)
     found = resume_check.find_checkpoint(tmp_path, job, inspect_job(job))
@@ -607,7 +606,7 @@ def harm(path: Path, damage: str) -> None:
 
 
 class InForward(nn.Sequential):
-    """A model with the same repr and class name as `mlp`, but with another forward."""
+    """A model with the same repr and class name as `make_mlp`, but with another forward."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 4))
@@ -642,7 +641,7 @@ def wider() -> nn.Module:
             "saved with lr of group 0 0.1, and",
         ),
         (
-            {"scheduler": stepped, "scheduler_every": "step"},
+            {"scheduler": make_step_lr, "scheduler_every": "step"},
             "saved with scheduler None, and job mlp has StepLR",
         ),
         ({"clip_norm": 1.0}, "saved with clip_norm None, and job mlp has 1.0"),
@@ -992,7 +991,7 @@ def test_user_loop_saves_and_loads(tmp_path: Path) -> None:
     losses: dict[str, list[float]] = {}
     for name, batches in (("whole", range(3)), ("before", range(2)), ("after", range(2, 3))):
         torch.manual_seed(0)
-        model = mlp().double()
+        model = make_mlp().double()
         optimizer = torch.optim.NAdam(model.parameters(), lr=0.01)
         with pg.parallelize(model, nn.functional.cross_entropy, optimizer) as trainer:
             if name == "after":
@@ -1025,7 +1024,7 @@ def test_state_finer_than_its_parameter_is_restored(tmp_path: Path) -> None:
     sums = []
     for loads in (False, True):
         torch.manual_seed(0)
-        model = mlp().float()
+        model = make_mlp().float()
         optimizer = Finer(model.parameters(), lr=0.01)
         with pg.parallelize(model, nn.functional.cross_entropy, optimizer) as trainer:
             if loads:
@@ -1048,7 +1047,7 @@ def test_saving_keeps_unrelated_files_of_the_folder(tmp_path: Path) -> None:
     """
     for name in ("dataset.zip.partial", "trace.json.partial", "checkpoint-00000001.partial"):
         (tmp_path / name).write_text("half")
-    model = mlp()
+    model = make_mlp()
     with pg.parallelize(
         model, nn.functional.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.01)
     ) as trainer:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from equality_table import VECTORS, job, mlp
+from equality_table import VECTORS, make_job, make_mlp
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence
@@ -53,7 +53,7 @@ class ByRank(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.mlp = mlp()
+        self.mlp = make_mlp()
 
     def forward(self, x: Tensor) -> Tensor:
         rank = dist.get_rank() if dist.is_initialized() else 0
@@ -68,7 +68,7 @@ class Quantized(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.mlp = mlp()
+        self.mlp = make_mlp()
         self.register_buffer("codes", torch.zeros(10))
         self.register_buffer("is_new", torch.tensor(1.0))
 
@@ -86,7 +86,7 @@ class ActNorm(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.mlp = mlp()
+        self.mlp = make_mlp()
         self.scale = nn.Parameter(torch.ones(10))
         self.register_buffer("is_new", torch.tensor(1.0))
 
@@ -102,7 +102,7 @@ class Averaged(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.mlp = mlp()
+        self.mlp = make_mlp()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.mlp(x - x.mean(0))
@@ -131,7 +131,7 @@ def test_cause_is_tested_on_one_worker(
     message demanded a pair from the loss.
     """
     with pytest.raises(pg.RankFailed, match=message):
-        pg.train(job("cause", build, VECTORS), strategy, runs=tmp_path)
+        pg.train(make_job("cause", build, VECTORS), strategy, runs=tmp_path)
 
 
 class PackedDropout(nn.Module):
@@ -167,7 +167,7 @@ def test_models_that_mix_samples_get_their_own_repair(
 ) -> None:
     """Earlier, the message advised to return the pair (sum, weight), which changes nothing."""
     with pytest.raises(pg.Refused, match=message) as caught:
-        pg.train(job("mixes", build, VECTORS), "data(2)", runs=tmp_path)
+        pg.train(make_job("mixes", build, VECTORS), "data(2)", runs=tmp_path)
     assert "return the pair" not in str(caught.value)
 
 
@@ -179,7 +179,7 @@ def build_filled() -> nn.Module:
 
 
 def test_model_filled_before_the_training_trains(tmp_path: Path) -> None:
-    filled = job("filled", build_filled, VECTORS)
+    filled = make_job("filled", build_filled, VECTORS)
     losses = [pg.train(filled, each, runs=tmp_path).losses for each in ("serial", "data(2)")]
     torch.testing.assert_close(*map(torch.tensor, losses))
 
@@ -228,7 +228,7 @@ class OtherInEval(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.mlp = mlp()
+        self.mlp = make_mlp()
         self.drop = nn.Dropout(0.3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -237,7 +237,7 @@ class OtherInEval(nn.Module):
 
 def test_draws_are_no_cause_where_eval_mode_is_another_path(tmp_path: Path) -> None:
     with pytest.raises(pg.Refused, match="; the model mixes samples: "):
-        pg.train(job("other", OtherInEval, VECTORS), "data(2)", runs=tmp_path)
+        pg.train(make_job("other", OtherInEval, VECTORS), "data(2)", runs=tmp_path)
 
 
 class MixesByDraws(nn.Module):
@@ -245,7 +245,7 @@ class MixesByDraws(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.mlp = mlp()
+        self.mlp = make_mlp()
 
     def forward(self, x: Tensor) -> Tensor:
         weight = torch.rand(len(x), 1, dtype=x.dtype)
@@ -255,7 +255,7 @@ class MixesByDraws(nn.Module):
 def test_draws_of_samples_are_no_cause_of_mixing(tmp_path: Path) -> None:
     """Earlier, the random weights were named as the cause, because weights of 1 mix nothing."""
     with pytest.raises(pg.Refused, match="; the model mixes samples: "):
-        pg.train(job("mixup", MixesByDraws, VECTORS), "data(2)", runs=tmp_path)
+        pg.train(make_job("mixup", MixesByDraws, VECTORS), "data(2)", runs=tmp_path)
 
 
 def contrast(output: Tensor, target: Tensor) -> Tensor:
@@ -264,7 +264,7 @@ def contrast(output: Tensor, target: Tensor) -> Tensor:
 
 def test_loss_that_compares_samples_gets_a_true_repair(tmp_path: Path) -> None:
     with pytest.raises(pg.Refused, match="its divisor adds up over parts, but its sum does not"):
-        pg.train(job("contrast", mlp, VECTORS, loss=contrast), "data(2)", runs=tmp_path)
+        pg.train(make_job("contrast", make_mlp, VECTORS, loss=contrast), "data(2)", runs=tmp_path)
 
 
 class WithAuxiliary(nn.Module):
@@ -297,6 +297,8 @@ TEXTS = [(torch.arange(1, 2 + place % 5), torch.tensor(place % 4)) for place in 
 def test_explanations_refuse_no_job(tmp_path: Path) -> None:
     """Earlier, a model with another output in eval mode was refused, also under serial."""
     texts: Any = TEXTS
-    padded = job("padded", WithAuxiliary, texts, loss=auxiliary_loss, collate=pad_texts, batch=8)
+    padded = make_job(
+        "padded", WithAuxiliary, texts, loss=auxiliary_loss, collate=pad_texts, batch=8
+    )
     losses = [pg.train(padded, each, runs=tmp_path).losses for each in ("serial", "data(2)")]
     torch.testing.assert_close(*map(torch.tensor, losses))

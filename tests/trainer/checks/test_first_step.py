@@ -10,9 +10,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from equality_table import JOBS, NOT_EXACT, ROWS, job, mlp, numbers, untraced, whole
+from equality_table import (
+    JOBS,
+    NOT_EXACT,
+    ROWS,
+    compute_untraced_loss,
+    draw_integers,
+    draw_numbers,
+    make_job,
+    make_mlp,
+)
 from first_step_assertions import DTYPES, SEEDS, assert_proved
-from planted_faults import WRONGS, BeforeTheUpdate, ByTheUpdate, Net, planted
+from planted_faults import WRONGS, FirstStepFault, Net, UpdateFault, make_planted_job
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import TensorDataset
@@ -24,10 +33,8 @@ from paragrad.trainer.checks.step_result import Gap, StepOutcome, compute_gaps, 
 pytestmark = pytest.mark.processes
 
 STRATEGIES = ("data(2)", "data(2, reduce=ring)", "data(2, state=fully_sharded)")
-SHOWN = {
-    wrong: shown.kinds for wrong, shown in WRONGS.items() if isinstance(shown, BeforeTheUpdate)
-}
-LATER = {wrong: shown for wrong, shown in WRONGS.items() if isinstance(shown, ByTheUpdate)}
+SHOWN = {wrong: shown.kinds for wrong, shown in WRONGS.items() if isinstance(shown, FirstStepFault)}
+LATER = {wrong: shown for wrong, shown in WRONGS.items() if isinstance(shown, UpdateFault)}
 # If one rank alone used its own statistics, the other ranks would wait.
 ONE_RANK = {wrong.__name__ for wrong in SHOWN} - {"statistics_of_a_share"}
 CELLS = [
@@ -75,7 +82,7 @@ def test_planted_fault_ends_the_run_before_the_update(
     with pytest.raises(
         pg.RankFailed, match="not one worker's training: before the first update"
     ) as caught:
-        pg.train(planted(wrong, rank).replace(dtype=dtype), strategy, runs=tmp_path)
+        pg.train(make_planted_job(wrong, rank).replace(dtype=dtype), strategy, runs=tmp_path)
     told = caught.value.message
     assert caught.value.differs
     assert any(
@@ -95,7 +102,7 @@ def test_planted_fault_ends_the_run_before_the_update(
 def test_verify_names_a_planted_fault(wrong: Callable[[Net], None], tmp_path: Path) -> None:
     """If possible, the fault is on rank 1, which does not run the reference step."""
     certificate = pg.verify(
-        planted(wrong, 1 if wrong.__name__ in ONE_RANK else None),
+        make_planted_job(wrong, 1 if wrong.__name__ in ONE_RANK else None),
         "data(2, reduce=ring)",
         runs=tmp_path,
     )
@@ -112,7 +119,7 @@ def test_update_faults_end_the_run_and_fail_verify(
     So such a run passed the check, continued, and trained differently from one worker.
     """
     shown = LATER[wrong]
-    job = planted(wrong)
+    job = make_planted_job(wrong)
     with pytest.raises(pg.RankFailed, match="the update differs from that of one worker") as caught:
         pg.train(job, shown.strategy, runs=tmp_path)
     assert caught.value.step == 0
@@ -133,13 +140,13 @@ def test_ranks_agree_on_the_update_method(
 
     This shows that the optimizer itself is not the fault.
     """
-    assert pg.verify(planted(wrong, rank), LATER[wrong].strategy, runs=tmp_path).same
+    assert pg.verify(make_planted_job(wrong, rank), LATER[wrong].strategy, runs=tmp_path).same
 
 
 def test_unchecked_run_continues_and_records_it(tmp_path: Path) -> None:
     wrong = next(iter(SHOWN))
     run = pg.train(
-        planted(wrong), "data(2, reduce=ring)", runs=tmp_path, skip_first_step_check=True
+        make_planted_job(wrong), "data(2, reduce=ring)", runs=tmp_path, skip_first_step_check=True
     )
     assert len(run.losses) == 6
     told = [line for line in run.select_lines("choice") if line["what"] == "first step"]
@@ -162,13 +169,13 @@ def test_record_says_what_was_checked(tmp_path: Path) -> None:
 
 def late(first: int) -> TensorDataset:
     """Return 48 samples, in the order of seed 5; two from position `first` on do not count."""
-    targets = whole(4, 48, seed=2)
+    targets = draw_integers(4, 48, seed=2)
     order = (
         pg.job("digits").replace(batch=6, seed=5).make_order(range(48)).get_indices(0, range(48))
     )
     for position in range(first, first + 4, 2):
         targets[order[position]] = -100
-    return TensorDataset(numbers(48, 10, seed=1), targets)
+    return TensorDataset(draw_numbers(48, 10, seed=1), targets)
 
 
 def test_rare_ignored_targets_end_the_run(tmp_path: Path) -> None:
@@ -181,13 +188,17 @@ def test_rare_ignored_targets_end_the_run(tmp_path: Path) -> None:
     # with sharded parameters no rank can compare again, and the record says so
     for strategy in STRATEGIES[:2]:
         with pytest.raises(pg.RankFailed, match=r"step 3, tensor loss: not one worker's training"):
-            pg.train(job("late", mlp, late(18), loss=untraced, batch=6), strategy, runs=tmp_path)
+            pg.train(
+                make_job("late", make_mlp, late(18), loss=compute_untraced_loss, batch=6),
+                strategy,
+                runs=tmp_path,
+            )
     run = pg.train(
-        job(
+        make_job(
             "none",
-            mlp,
-            TensorDataset(numbers(48, 10, seed=1), whole(4, 48, seed=2)),
-            loss=untraced,
+            make_mlp,
+            TensorDataset(draw_numbers(48, 10, seed=1), draw_integers(4, 48, seed=2)),
+            loss=compute_untraced_loss,
             batch=6,
         ),
         "data(2)",
@@ -202,7 +213,7 @@ def around(output: Tensor, target: Tensor) -> Tensor:
 
 def test_wrapped_cross_entropy_weighs_counted_targets(tmp_path: Path) -> None:
     certificate = pg.verify(
-        job("late", mlp, late(18), loss=around, batch=6), "data(2)", runs=tmp_path
+        make_job("late", make_mlp, late(18), loss=around, batch=6), "data(2)", runs=tmp_path
     )
     assert certificate.same
     assert certificate.difference is not None

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from equality_table import IMAGES, VECTORS, job, mlp
+from equality_table import IMAGES, VECTORS, make_job, make_mlp
 from state_models import ByState
 from torch import Tensor, nn
 from torch.nn import functional
@@ -29,7 +29,7 @@ from paragrad.trainer.checks import step_checker
 from paragrad.trainer.settings import Settings
 from paragrad.validation.validate import validate_run
 
-pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm"), pytest.mark.story]
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_ranks"), pytest.mark.story]
 COMPARED = "one worker's, and so is the loss of"
 
 
@@ -74,7 +74,7 @@ def test_evaluation_of_a_divided_model_is_compared(
     """If each rank has the whole model, it tests the model as serial does, without a comparison."""
     for test in (IMAGES, None):
         found = trained(
-            pool, tmp_path / str(test is None), row, job("tested", normed, IMAGES, test=test)
+            pool, tmp_path / str(test is None), row, make_job("tested", normed, IMAGES, test=test)
         )
         assert (COMPARED in (found.first_step or "")) == (test is not None and row != "data(2)")
         assert not not_compared(found)
@@ -114,7 +114,7 @@ def test_different_evaluation_is_reported(
     Earlier, only steps were compared, so a test could give another number without a message. If a
     test cannot run in float64, there is no precise reference, and rounding baselines decide.
     """
-    made = job("peeking", lambda: Peeking(constant), VECTORS, test=VECTORS, loss=slope)
+    made = make_job("peeking", lambda: Peeking(constant), VECTORS, test=VECTORS, loss=slope)
     with pytest.raises(
         pg.RankFailed,
         match=r"the loss of a test \(eval mode\) is off by .*goes another way than in training",
@@ -146,7 +146,7 @@ class Clamping(nn.Sequential):
 
 @pytest.mark.parametrize("row", ["tensor(2)", pytest.param("place(2)", marks=pytest.mark.table)])
 def test_comparison_leaves_parameters_unchanged(pool: Launcher, tmp_path: Path, row: str) -> None:
-    made = job(
+    made = make_job(
         "clamping", lambda: Clamping(*small()), VECTORS, test=VECTORS, dtype=torch.float64, epochs=1
     )
     serial, ours = (trained(pool, tmp_path / each, each, made) for each in ("serial", row))
@@ -178,7 +178,7 @@ def test_rounding_bound_of_an_evaluation(pool: Launcher, tmp_path: Path) -> None
     The test uses a metric, not the loss. Validation requires that the loss of a float64 job adds up
     as in float64. Some processors round a part of a batch differently from the whole batch.
     """
-    made = job(
+    made = make_job(
         "coarse",
         lambda: Coarse(*small()),
         VECTORS,
@@ -192,7 +192,7 @@ def test_rounding_bound_of_an_evaluation(pool: Launcher, tmp_path: Path) -> None
 @pytest.mark.parametrize("row", ["tensor(2)", pytest.param("place(2)", marks=pytest.mark.table)])
 def test_comparison_leaves_no_state_in_the_loss(pool: Launcher, tmp_path: Path, row: str) -> None:
     """Earlier, the state of the loss included the compared test, which serial does not run."""
-    made = job("moving", small, VECTORS, test=VECTORS, loss=Moving(), dtype=torch.float64)
+    made = make_job("moving", small, VECTORS, test=VECTORS, loss=Moving(), dtype=torch.float64)
     serial, ours = (trained(pool, tmp_path / each, each, made) for each in ("serial", row))
     assert ours.losses == pytest.approx(serial.losses, rel=1e-10)
 
@@ -222,7 +222,7 @@ def test_evaluation_is_compared_without_autocast(tmp_path: Path) -> None:
     Earlier, it was compared with a test in float32, and then repeated in float64. The reason was
     that the passes of a divided model apply autocast themselves.
     """
-    made = job("cast", Undoubted, VECTORS, test=VECTORS, dtype=torch.bfloat16)
+    made = make_job("cast", Undoubted, VECTORS, test=VECTORS, dtype=torch.bfloat16)
     # in new ranks, because the patch would remain in the ranks of the pool
     assert COMPARED in (pg.train(made, "place(2)", runs=tmp_path).first_step or "")
 
@@ -249,7 +249,7 @@ def test_random_evaluation_is_not_compared(
     too. The loss may draw in any way.
     """
     found = trained(
-        pool, tmp_path / "run", row, job("drawing", model, VECTORS, test=VECTORS, loss=loss)
+        pool, tmp_path / "run", row, make_job("drawing", model, VECTORS, test=VECTORS, loss=loss)
     )
     assert "are one worker's" in (found.first_step or "")
     assert COMPARED not in (found.first_step or "")
@@ -269,7 +269,7 @@ class Other(nn.Sequential):
 
 
 def test_loss_that_rejects_eval_mode_output(pool: Launcher, tmp_path: Path) -> None:
-    made = job(
+    made = make_job(
         "other",
         lambda: Other(*small()),
         VECTORS,
@@ -284,7 +284,7 @@ def test_loss_that_rejects_eval_mode_output(pool: Launcher, tmp_path: Path) -> N
 def dropping(world: World, row: str) -> list[float]:
     """Run a user's loop that drops the first sample of each batch; no rank loaded such a batch."""
     torch.manual_seed(3)
-    model = mlp().double()
+    model = make_mlp().double()
     with (
         warnings.catch_warnings(),
         pg.parallelize(

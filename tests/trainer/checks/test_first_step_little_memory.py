@@ -12,8 +12,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from equality_table import VECTORS, job, mlp
-from planted_faults import WRONGS, planted
+from equality_table import VECTORS, make_job, make_mlp
+from planted_faults import WRONGS, make_planted_job
 from torch import Tensor, nn
 
 import paragrad as pg
@@ -47,7 +47,9 @@ def test_first_step_is_checked_with_fewer_samples(
     strategy: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     run = pg.train(
-        job("cramped", lambda: cramped(mlp(), 4), VECTORS, dtype=dtype), strategy, runs=tmp_path
+        make_job("cramped", lambda: cramped(make_mlp(), 4), VECTORS, dtype=dtype),
+        strategy,
+        runs=tmp_path,
     )
     event = run.select_lines("event")[0]
     assert (
@@ -55,13 +57,13 @@ def test_first_step_is_checked_with_fewer_samples(
         in event["message"]
     )
     assert len(run.losses) == len(
-        pg.train(job("roomy", mlp, VECTORS, dtype=dtype), strategy, runs=tmp_path).losses
+        pg.train(make_job("roomy", make_mlp, VECTORS, dtype=dtype), strategy, runs=tmp_path).losses
     )
 
 
 def test_check_with_fewer_samples_finds_a_fault(tmp_path: Path) -> None:
     (wrong,) = (each for each in WRONGS if each.__name__ == "mean_of_means")
-    made = planted(wrong)
+    made = make_planted_job(wrong)
     with pytest.raises(pg.RankFailed, match="not one worker's training: before the first update"):
         pg.train(made.replace(model=lambda: cramped(made.model(), 3)), "data(2)", runs=tmp_path)
 
@@ -73,7 +75,7 @@ def test_unchecked_first_step_is_recorded(tmp_path: Path) -> None:
             mock.patch.object(reference_step, "SMALL_BYTES", 0).start()
         return model
 
-    run = pg.train(job("full", lambda: full(mlp()), VECTORS), "data(2)", runs=tmp_path)
+    run = pg.train(make_job("full", lambda: full(make_mlp()), VECTORS), "data(2)", runs=tmp_path)
     assert [
         line["because"] for line in run.select_lines("choice") if line["what"] == "first step"
     ] == ["12 samples need about 0 MiB on one rank, and 0 MiB are left"]
@@ -96,5 +98,5 @@ class Toggling(nn.Module):
 
 
 def test_buffers_that_are_flags_and_counters(tmp_path: Path) -> None:
-    run = pg.train(job("toggling", Toggling, VECTORS), "data(2)", runs=tmp_path)
+    run = pg.train(make_job("toggling", Toggling, VECTORS), "data(2)", runs=tmp_path)
     assert {event["name"] for event in run.select_lines("event")} == {"checked"}

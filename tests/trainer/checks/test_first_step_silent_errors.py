@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from equality_table import VECTORS, job, mlp, numbers, resolved, whole
+from equality_table import VECTORS, draw_integers, draw_numbers, make_job, make_mlp, resolve_text
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
@@ -84,7 +84,7 @@ def test_python_state_of_a_forward_is_compared(
     A running mean was then 3 % off, and a counter of forwards with micro=3 was 110 % off. Now the
     state is compared.
     """
-    keeping = job("keeping", lambda: Keeping(what), VECTORS)
+    keeping = make_job("keeping", lambda: Keeping(what), VECTORS)
     if not right:
         with pytest.raises(
             pg.RankFailed,
@@ -102,8 +102,8 @@ class Teacher(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.student = mlp()
-        self.teacher = mlp().requires_grad_(False)
+        self.student = make_mlp()
+        self.teacher = make_mlp().requires_grad_(False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if self.training:
@@ -125,7 +125,7 @@ def test_parameters_changed_by_a_forward_are_restored(tmp_path: Path) -> None:
     Earlier, the inspections moved the teacher. After two epochs it was 4 % off, although the record
     said that the first step was one worker's.
     """
-    taught = job("taught", Teacher, VECTORS, loss=towards, dtype=torch.float64)
+    taught = make_job("taught", Teacher, VECTORS, loss=towards, dtype=torch.float64)
     serial, ring = (
         pg.train(taught, each, runs=tmp_path).model().state_dict()
         for each in ("serial", "data(2, reduce=ring)")
@@ -182,9 +182,11 @@ def test_repeated_check_of_large_parameters_is_clean(
     """
     with pytest.raises(pg.RankFailed, match="the gradient is off"):
         pg.train(
-            job("hooked", lambda: Halved(4096, True), VECTORS, dtype=dtype), strategy, runs=tmp_path
+            make_job("hooked", lambda: Halved(4096, True), VECTORS, dtype=dtype),
+            strategy,
+            runs=tmp_path,
         )
-    plain = job("plain", lambda: Halved(4096, False), VECTORS, dtype=dtype)
+    plain = make_job("plain", lambda: Halved(4096, False), VECTORS, dtype=dtype)
     losses = [
         torch.tensor(pg.train(plain, each, runs=tmp_path).losses) for each in (strategy, "serial")
     ]
@@ -222,7 +224,9 @@ def test_repeated_check_restores_changed_inputs(strategy: str, tmp_path: Path) -
     Earlier, the repeated step got the inputs as the first step had changed them. One worker's step,
     with which it was compared, got the original ones.
     """
-    run = pg.train(job("in place", InPlace, VECTORS, dtype=torch.float32), strategy, runs=tmp_path)
+    run = pg.train(
+        make_job("in place", InPlace, VECTORS, dtype=torch.float32), strategy, runs=tmp_path
+    )
     assert "are one worker's" in (run.first_step or "")
 
 
@@ -254,7 +258,7 @@ def test_nonlinear_gradient_hooks_act_as_in_plain_torch(tmp_path: Path) -> None:
     Earlier, backward ran on the sum of the losses. So a gradient was clipped at a twelfth of the
     limit, and the training was 8 % off plain torch, also under serial.
     """
-    clipped = job("clipped", Clipped, VECTORS, dtype=torch.float64, epochs=1)
+    clipped = make_job("clipped", Clipped, VECTORS, dtype=torch.float64, epochs=1)
     run = pg.train(clipped, runs=tmp_path)
     model = clipped.build_model()
     optimizer = clipped.optimizer(model.parameters())
@@ -293,7 +297,7 @@ def test_state_outside_of_the_model_hides_no_error(dtype: torch.dtype, tmp_path:
         pg.RankFailed,
         match=r"made once more, is off by .*a state or a random generator outside of themselves",
     ):
-        pg.train(job("outside", Outside, VECTORS, dtype=dtype), "place(2)", runs=tmp_path)
+        pg.train(make_job("outside", Outside, VECTORS, dtype=dtype), "place(2)", runs=tmp_path)
 
 
 def test_sample_mixing_is_not_reported_without_a_split() -> None:
@@ -302,11 +306,11 @@ def test_sample_mixing_is_not_reported_without_a_split() -> None:
     def cause(strategy: str) -> str:
         training: Any = SimpleNamespace(
             setup=SimpleNamespace(
-                strategy=resolved(strategy),
+                strategy=resolve_text(strategy),
                 parameters={},
                 layout=SimpleNamespace(is_partitioned=strategy != "data(2)"),
             ),
-            state=SimpleNamespace(division=resolved(strategy).division),
+            state=SimpleNamespace(division=resolve_text(strategy).division),
             options=SimpleNamespace(exchange_options=SimpleNamespace(inject_fault=None)),
             module=SimpleNamespace(has_traced_divisor=True, is_linear=True),
             draws=SimpleNamespace(calls=[]),
@@ -322,8 +326,8 @@ def test_sample_mixing_is_not_reported_without_a_split() -> None:
 
 def cuts(world: World) -> int:
     """Count how often a rank partitions the model while a doubtful step is repeated."""
-    halved = job("halved", lambda: Halved(64, True), VECTORS)
-    trainer = Trainer.build_for_job(world, halved, resolved("place(2)"))
+    halved = make_job("halved", lambda: Halved(64, True), VECTORS)
+    trainer = Trainer.build_for_job(world, halved, resolve_text("place(2)"))
     with (
         mock.patch.object(
             balance, "partition_into_stages", wraps=balance.partition_into_stages
@@ -362,7 +366,7 @@ def test_trial_step_leaves_inputs_unchanged(tmp_path: Path) -> None:
 
     Earlier, the trial changed the inputs, so the first step ran on inputs that were changed twice.
     """
-    doubling = job("doubling", Doubling, VECTORS, dtype=torch.bfloat16, epochs=1)
+    doubling = make_job("doubling", Doubling, VECTORS, dtype=torch.bfloat16, epochs=1)
     losses = [
         torch.tensor(pg.train(doubling, each, runs=tmp_path).losses)
         for each in ("serial", "data(2)")
@@ -391,7 +395,7 @@ def test_zero_gradients_are_named(tmp_path: Path) -> None:
     Two zeros are equal even if the gradient is wrong later, and the loss of a cut model is not
     compared again.
     """
-    run = pg.train(job("gated", Gated, VECTORS), "place(2)", runs=tmp_path)
+    run = pg.train(make_job("gated", Gated, VECTORS), "place(2)", runs=tmp_path)
     assert run.first_step is not None
     assert run.first_step.endswith(
         "; 2 gradient(s) were zero, which shows little of them: branch.weight, branch.bias"
@@ -427,15 +431,15 @@ def test_shares_without_a_label_equal_serial(
     Its loss divides by 1, or returns 0. The weight of one worker's step shows that the share does
     not count. Earlier, such trainings were 15 to 57 % off, or failed.
     """
-    targets = whole(4, 48, seed=2).where(numbers(48, seed=9) > 1.0, 0)
+    targets = draw_integers(4, 48, seed=2).where(draw_numbers(48, seed=9) > 1.0, 0)
     order = (
         pg.job("digits").replace(batch=6, seed=5).make_order(range(48)).get_indices(0, range(48))
     )
     targets[order[:6]] = torch.arange(6) % 3 + 1  # in step 0 every sample has a label
-    rare = job(
+    rare = make_job(
         "rare",
-        mlp,
-        TensorDataset(numbers(48, 10, seed=1), targets),
+        make_mlp,
+        TensorDataset(draw_numbers(48, 10, seed=1), targets),
         loss=loss,
         batch=6,
         dtype=torch.float64,

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from equality_table import VECTORS, momentum, numbers, whole
-from equality_table import job as make_job
+from equality_table import VECTORS, draw_integers, draw_numbers, make_job, make_momentum_sgd
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
@@ -34,7 +33,7 @@ STRATEGIES = (
     "tensor(2)",
     "server(2)",
 )
-LONG = TensorDataset(numbers(240, 10, seed=1), whole(4, 240, seed=2))
+LONG = TensorDataset(draw_numbers(240, 10, seed=1), draw_integers(4, 240, seed=2))
 
 
 def rank() -> int:
@@ -56,12 +55,12 @@ class Embedded(nn.Module):
 
 def make_tokens() -> TensorDataset:
     """Return tokens; only the first batch of 12, in the order of seed 5, repeats no token."""
-    tokens = whole(9, 48, 3, seed=1)
+    tokens = draw_integers(9, 48, 3, seed=1)
     order = (
         pg.job("digits").replace(batch=12, seed=5).make_order(range(48)).get_indices(0, range(12))
     )
     tokens[order] = torch.arange(36).view(12, 3)
-    return TensorDataset(tokens, whole(4, 48, seed=2))
+    return TensorDataset(tokens, draw_integers(4, 48, seed=2))
 
 
 class Balanced(nn.Module):
@@ -136,7 +135,7 @@ LATE_MODELS: dict[str, pg.Job] = {
 
 
 @pytest.mark.sample(3)
-@pytest.mark.usefixtures("warm")
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize("strategy", ["data(2, reduce=ring)", "data(2, state=shared_memory)"])
 @pytest.mark.parametrize("name", LATE_MODELS)
 def test_models_that_depend_on_the_batch_later_are_named(
@@ -242,7 +241,7 @@ def test_a_miss_names_the_checkpoint_before_it(tmp_path: Path) -> None:
 
 # ---- right runs --------------------------------------------------------------------------------
 @pytest.mark.sample(3)
-@pytest.mark.usefixtures("warm")
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_right_runs_compare_steps_to_the_end(strategy: str, tmp_path: Path) -> None:
     job = make_job(
@@ -280,12 +279,12 @@ def test_no_share_no_check(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("share", [True, "200%", "much", -0.1])
 def test_shares_of_the_time_are_validated(share: Any, tmp_path: Path) -> None:
-    job = make_job("right", lambda: nn.Linear(10, 4), VECTORS, optimizer=momentum)
+    job = make_job("right", lambda: nn.Linear(10, 4), VECTORS, optimizer=make_momentum_sgd)
     with pytest.raises(pg.Refused, match="share of the run's time"):
         pg.train(job, "data(2)", runs=tmp_path, check=share)
 
 
-@pytest.mark.usefixtures("warm")
+@pytest.mark.usefixtures("warm_ranks")
 def test_optimizer_copies_that_cannot_be_made_are_named(tmp_path: Path) -> None:
     class Remembering(torch.optim.SGD):
         def __init__(self, parameters: Any) -> None:
@@ -308,7 +307,7 @@ def test_verify_compares_late_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.sample(3)
-@pytest.mark.usefixtures("warm")
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_verify_of_late_steps_goes_on_from_the_state(strategy: str, tmp_path: Path) -> None:
     job = make_job(

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from equality_table import VECTORS, mlp, momentum
-from equality_table import job as make_job
+from equality_table import VECTORS, make_job, make_mlp, make_momentum_sgd
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
@@ -23,7 +22,7 @@ from paragrad.trainer.checks.update_check import (
     explain_no_copy,
 )
 
-pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm")]
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_ranks")]
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -72,7 +71,7 @@ def test_other_states_are_found() -> None:
 
 
 def test_a_copied_optimizer_steps_as_the_original() -> None:
-    model, other = mlp(), mlp()
+    model, other = make_mlp(), make_mlp()
     other.load_state_dict(model.state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, amsgrad=True)
     torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -116,7 +115,7 @@ def test_ranks_agree_on_an_update_that_is_not_compared(tmp_path: Path) -> None:
     Earlier, only rank 0 had the reason. It left a collective in which the other ranks waited.
     """
     job = make_job(
-        "norming", mlp, VECTORS, optimizer=lambda parameters: Norming(parameters, lr=0.1)
+        "norming", make_mlp, VECTORS, optimizer=lambda parameters: Norming(parameters, lr=0.1)
     )
     run = pg.train(job, "data(2, state=shared_memory)", runs=tmp_path)
     *_, last = run.select_lines("event")
@@ -128,7 +127,7 @@ def test_ranks_agree_on_an_update_that_is_not_compared(tmp_path: Path) -> None:
 
 def test_no_check_trains_the_same_bits(tmp_path: Path) -> None:
     """Earlier, a share of 0 also switched off operations that are no comparison."""
-    job = make_job("mlp", mlp, VECTORS, optimizer=momentum)
+    job = make_job("mlp", make_mlp, VECTORS, optimizer=make_momentum_sgd)
     weights: list[dict[str, Tensor]] = []
     for share in (0, "1%"):
         run = pg.train(job, "data(2, reduce=ring)", runs=tmp_path, check=share)
