@@ -118,7 +118,7 @@ def main() -> None:
 
             def start(words: list[str]) -> Callable[[], object]:
                 programs = cluster.torchrun(words)
-                return lambda: cluster.finished(programs)
+                return lambda: cluster.wait_for(programs)
 
             measure_cluster(bench, Workers(__file__, "gloo", count, start), count)
             for name, fault in cluster.faults().items():

@@ -119,7 +119,7 @@ class Host:
     cores: tuple[int, ...]
     holder: int
 
-    def inside(self, words: Sequence[str], folder: str | Path = ".") -> list[str]:
+    def build_command(self, words: Sequence[str], folder: str | Path = ".") -> list[str]:
         """Return the command that runs `words` on this host, in a folder of the machine.
 
         The command enters the folder inside the host's namespaces. A folder that was opened outside
@@ -151,7 +151,7 @@ class Program:
     output: IO[bytes] = field(repr=False)
     complaints: IO[bytes] = field(repr=False)
 
-    def said(self) -> tuple[str, str]:
+    def read_output(self) -> tuple[str, str]:
         """Return standard output and standard error so far."""
         texts = []
         for file in (self.output, self.complaints):
@@ -193,7 +193,7 @@ class Cluster:
         output = tempfile.TemporaryFile()  # noqa: SIM115
         complaints = tempfile.TemporaryFile()  # noqa: SIM115
         process = subprocess.Popen(
-            self.hosts[host].inside(words, folder),
+            self.hosts[host].build_command(words, folder),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=complaints,
@@ -237,7 +237,7 @@ class Cluster:
             for number in range(len(self.hosts))
         ]
 
-    def finished(self, programs: Sequence[Program], timeout: float = 60.0) -> list[str]:
+    def wait_for(self, programs: Sequence[Program], timeout: float = 60.0) -> list[str]:
         """Wait for programs, and return the output of each.
 
         Raises HostFailed if a program fails, or is not done after `timeout` seconds.
@@ -247,15 +247,16 @@ class Cluster:
         late = [program for program in programs if program not in ended]
         if failed or late:
             told = [
-                f"{program.host.name} ended with {program.process.returncode}:\n{program.said()[1]}"
+                f"{program.host.name} ended with {program.process.returncode}:\n"
+                f"{program.read_output()[1]}"
                 for program in failed
             ]
             told += [
-                f"{program.host.name} was not done after {timeout:g} s:\n{program.said()[1]}"
+                f"{program.host.name} was not done after {timeout:g} s:\n{program.read_output()[1]}"
                 for program in late
             ]
             raise HostFailed("\n".join(told), [program.host.name for program in failed])
-        return [program.said()[0] for program in programs]
+        return [program.read_output()[0] for program in programs]
 
     def run(
         self,
@@ -270,7 +271,7 @@ class Cluster:
 
         Raises HostFailed.
         """
-        return self.finished(
+        return self.wait_for(
             self.torchrun(words, ranks, folder=folder, environment=environment), timeout
         )
 
@@ -278,7 +279,10 @@ class Cluster:
         """Return the faults of the network so far: how many packets a limited link or a host
         dropped, and how many arrived out of order. A good cable has none.
         """
-        ends = [host.inside(["tc", "-s", "qdisc", "show", "dev", INTERFACE]) for host in self.hosts]
+        ends = [
+            host.build_command(["tc", "-s", "qdisc", "show", "dev", INTERFACE])
+            for host in self.hosts
+        ]
         ends.append(["nsenter", f"--net=/proc/{self._switch}/ns/net", "tc", "-s", "qdisc", "show"])
         dropped = sum(
             int(count)
@@ -286,7 +290,8 @@ class Cluster:
             for count in re.findall(r"dropped (\d+)", _run_command(words))
         )
         counters = [
-            host.inside(["nstat", "--json", "-asz", OVERTAKEN, NO_ROOM]) for host in self.hosts
+            host.build_command(["nstat", "--json", "-asz", OVERTAKEN, NO_ROOM])
+            for host in self.hosts
         ]
         counted = [json.loads(_run_command(words))["kernel"] for words in counters]
         return {
@@ -405,9 +410,13 @@ def _connect_host(host: Host, on_switch: list[str], port: str, megabits: float |
         ],
     )
     _run_command([*on_switch, "ip", "link", "set", port, "master", "switch", "up"])
-    _run_command(host.inside(["ip", "address", "add", f"{host.address}/24", "dev", INTERFACE]))
-    _run_command(host.inside(["ip", "link", "set", INTERFACE, "gso_max_size", SEGMENT, "up"]))
-    for words, device in ((on_switch, port), (host.inside([]), INTERFACE)):
+    _run_command(
+        host.build_command(["ip", "address", "add", f"{host.address}/24", "dev", INTERFACE])
+    )
+    _run_command(
+        host.build_command(["ip", "link", "set", INTERFACE, "gso_max_size", SEGMENT, "up"])
+    )
+    for words, device in ((on_switch, port), (host.build_command([]), INTERFACE)):
         core = f"{1 << host.cores[0] % 32:x}" + ",00000000" * (host.cores[0] // 32)
         file = f"/sys/class/net/{device}/queues/rx-0/rps_cpus"
         # the file does not exist if there is only one core
@@ -415,7 +424,7 @@ def _connect_host(host: Host, on_switch: list[str], port: str, megabits: float |
     if megabits is not None:
         for words in (
             [*on_switch, "tc", "qdisc", "add", "dev", port],
-            host.inside(["tc", "qdisc", "add", "dev", INTERFACE]),
+            host.build_command(["tc", "qdisc", "add", "dev", INTERFACE]),
         ):
             _run_or_refuse(
                 "a token bucket (tbf)",

@@ -101,7 +101,7 @@ def launch_on_links(
 
         def start(words: list[str]) -> Callable[[], object]:
             programs = machines.torchrun(words, ranks=group)
-            return lambda: machines.finished(programs)
+            return lambda: machines.wait_for(programs)
 
         with closing(Workers(__file__, "gloo", count * group, start)) as workers:
             cluster = workers.ask(("cluster", group))[0]

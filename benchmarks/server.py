@@ -274,7 +274,7 @@ def measure_on_hosts(cluster: Cluster, folder: Path, workers: int, servers: int)
     programs = [
         cluster.start(rank, words, environment={**told, "RANK": str(rank)}) for rank in range(size)
     ]
-    cluster.finished(programs, timeout=300.0)
+    cluster.wait_for(programs, timeout=300.0)
     (run,) = Path(place).iterdir()
     starts = [line["start"] for line in Record(run).select_lines("step", 0)]
     return (starts[-1] - starts[3]) / (len(starts) - 4)

@@ -91,7 +91,7 @@ def test_two_clusters_at_once_are_isolated(clusters: Clusters) -> None:
             one.start(2, [sys.executable, "-c", ASK]),
             other.start(1, [sys.executable, "-c", ASK]),
         ]
-        assert one.finished([*asked, *programs]) == ["one\n", "other\n", "", ""]
+        assert one.wait_for([*asked, *programs]) == ["one\n", "other\n", "", ""]
         assert not spaces_of(one) & spaces_of(other)
         assert [host.address for host in one.hosts] == ["10.0.0.1", "10.0.0.2", "10.0.0.3"]
 
@@ -107,7 +107,7 @@ def test_host_has_own_name_network_processes_and_shm(clusters: Clusters, tmp_pat
     )
     with clusters(2, megabits=12.5) as cluster:
         programs = [cluster.start(number, ["sh", "-c", look], folder=tmp_path) for number in (0, 1)]
-        for number, text in enumerate(cluster.finished(programs)):
+        for number, text in enumerate(cluster.wait_for(programs)):
             name, folder, processes, interface, memory, limit, *devices = text.splitlines()
             assert (name, folder, interface, memory) == (
                 f"host{number}",
@@ -159,7 +159,7 @@ def test_packets_arrive_in_order(clusters: Clusters) -> None:
     took this for a loss, and the times of exchanges varied by half.
     """
     with clusters(4, megabits=200) as cluster:
-        cluster.finished(
+        cluster.wait_for(
             [cluster.start(number, [sys.executable, "-c", STREAMS]) for number in range(4)]
         )
         assert cluster.faults() == {"packets dropped": 0, "packets out of order": 0}
@@ -203,7 +203,7 @@ def test_busy_host_loses_no_packet(clusters: Clusters) -> None:
     the packets behind them were counted as out of order. The cable was blamed for it.
     """
     with clusters(2) as cluster:
-        taken, sent = cluster.finished(
+        taken, sent = cluster.wait_for(
             [
                 cluster.start(number, [sys.executable, "-c", text])
                 for number, text in enumerate((BUSY, HASTY))
@@ -220,11 +220,11 @@ def test_failing_program_is_reported_with_its_host(clusters: Clusters) -> None:
             cluster.start(1, ["sh", "-c", "echo no luck >&2; exit 3"]),
         ]
         with pytest.raises(HostFailed, match="host1 ended with 3:\nno luck") as caught:
-            cluster.finished(programs)
+            cluster.wait_for(programs)
         assert caught.value.hosts == ["host1"]
-        assert programs[0].said()[0].endswith("\n100000\n")
+        assert programs[0].read_output()[0].endswith("\n100000\n")
         with pytest.raises(HostFailed, match=r"host0 was not done after 0\.1 s"):
-            cluster.finished([cluster.start(0, ["sleep", "1000"])], timeout=0.1)
+            cluster.wait_for([cluster.start(0, ["sleep", "1000"])], timeout=0.1)
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])

@@ -32,13 +32,13 @@ SEVEN = (
 )
 
 
-def paragrad(*words: str, code: int = 0) -> str:
+def invoke_command(*words: str, code: int = 0) -> str:
     result = CliRunner().invoke(app, list(words))
     assert result.exit_code == code, result.output
     return result.stdout
 
 
-def command(*words: str, **settings: str) -> subprocess.CompletedProcess[str]:
+def run_module(*words: str, **settings: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", *words],
         capture_output=True,
@@ -57,7 +57,7 @@ def test_compare_digits_as_json(tmp_path: Path) -> None:
     bits.
     """
     table = json.loads(
-        paragrad("compare", "digits", "--epochs", "1", "--runs", str(tmp_path), "--json")
+        invoke_command("compare", "digits", "--epochs", "1", "--runs", str(tmp_path), "--json")
     )
     rows = {row["strategy"]: row for row in table["rows"]}
     assert list(rows) == SEVEN.split("; ")
@@ -97,7 +97,7 @@ def test_piped_compare_prints_rows_and_failed_rows(tmp_path: Path) -> None:
 
     The exit code 1 says that one strategy failed.
     """
-    text = paragrad(
+    text = invoke_command(
         "compare",
         str(JOB_FILES / "fails_on_two.py"),
         "--strategies",
@@ -131,7 +131,7 @@ def test_rounding_reference_is_not_a_baseline(tmp_path: Path) -> None:
     But its time did not count as the time of serial, so the speed-up was empty.
     """
     rows = json.loads(
-        paragrad(
+        invoke_command(
             "compare",
             "digits",
             "--strategies",
@@ -149,7 +149,7 @@ def test_rounding_reference_is_not_a_baseline(tmp_path: Path) -> None:
 
 
 def test_planted_bug_is_a_failed_row_of_the_comparison(tmp_path: Path) -> None:
-    text = paragrad(
+    text = invoke_command(
         "compare",
         "digits",
         "--strategies",
@@ -171,7 +171,7 @@ def test_planted_bug_is_a_failed_row_of_the_comparison(tmp_path: Path) -> None:
 
 
 def test_train_a_job_file(tmp_path: Path) -> None:
-    text = paragrad(
+    text = invoke_command(
         "train",
         str(JOB_FILES / "good.py"),
         "--strategy",
@@ -203,7 +203,7 @@ def test_train_a_job_file(tmp_path: Path) -> None:
 def test_train_a_module_attribute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(JOB_FILES))
     facts = json.loads(
-        paragrad(
+        invoke_command(
             "train",
             "good:job",
             "--strategy",
@@ -248,7 +248,7 @@ def test_job_of_the_working_directory(
 
 
 def test_dry_run_prints_the_plan_and_starts_no_rank(tmp_path: Path) -> None:
-    text = paragrad(
+    text = invoke_command(
         "train",
         "digits",
         "--strategy",
@@ -268,7 +268,7 @@ def test_dry_run_prints_the_plan_and_starts_no_rank(tmp_path: Path) -> None:
 
 @pytest.mark.table
 def test_failing_run_shows_first_traceback_and_message_last(tmp_path: Path) -> None:
-    done = command(
+    done = run_module(
         "paragrad",
         "train",
         str(JOB_FILES / "fails_on_two.py"),
@@ -286,7 +286,7 @@ def test_failing_run_shows_first_traceback_and_message_last(tmp_path: Path) -> N
     assert PACKAGE in end["error"]["traceback"]
     assert done.stderr.rstrip().splitlines()[-1] == (
         "paragrad: rank 1, step 0: RuntimeError: two is one too many "
-        f"({JOB_FILES / 'fails_on_two.py'}:14)"
+        f"({JOB_FILES / 'fails_on_two.py'}:16)"
     )
 
 
@@ -296,7 +296,7 @@ def test_failure_of_paragrad_prints_no_traceback(tmp_path: Path) -> None:
 
     Earlier, a traceback with fifty lines of paragrad's own files was printed.
     """
-    done = command(
+    done = run_module(
         "paragrad",
         "train",
         str(JOB_FILES / "good.py"),
@@ -393,7 +393,7 @@ def test_second_ctrl_c_ends_the_run_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.story
 def test_under_torchrun(tmp_path: Path) -> None:
-    done = command(
+    done = run_module(
         "torch.distributed.run",
         "--standalone",
         "--nproc-per-node",
@@ -432,7 +432,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
 
 
 def test_lists() -> None:
-    assert [row["job"] for row in json.loads(paragrad("jobs", "--json"))] == [
+    assert [row["job"] for row in json.loads(invoke_command("jobs", "--json"))] == [
         "digits",
         "inception-digits",
         "mnist-mlp",
@@ -441,7 +441,7 @@ def test_lists() -> None:
         "shakespeare-lstm",
         "shakespeare-gpt",
     ]
-    listed = {row["name"]: row for row in json.loads(paragrad("strategies", "--json"))}
+    listed = {row["name"]: row for row in json.loads(invoke_command("strategies", "--json"))}
     assert {name: listed[name]["kind"] for name in ("ring", "pipeline", "top_k")} == {
         "ring": "reduce",
         "pipeline": "strategy",
@@ -449,11 +449,11 @@ def test_lists() -> None:
     }
     for row in listed.values():
         assert row["what"]
-    assert "ring\tRing: reduce-scatter" in paragrad("strategies")
+    assert "ring\tRing: reduce-scatter" in invoke_command("strategies")
 
 
 def test_draw() -> None:
-    assert paragrad("draw", "data(2, reduce=butterfly)").splitlines()[1:] == [
+    assert invoke_command("draw", "data(2, reduce=butterfly)").splitlines()[1:] == [
         "0 | >1:0 <1:0+",
         "1 | >0:0 <0:0+",
     ]
@@ -475,7 +475,7 @@ def test_draw_the_stages_of_a_model(tmp_path: Path) -> None:
         "--svg",
         str(tmp_path / "drawn.svg"),
     )
-    table, drawing = (each.splitlines() for each in paragrad(*words).split("\n\n"))
+    table, drawing = (each.splitlines() for each in invoke_command(*words).split("\n\n"))
     rows = [re.split("  +", line) for line in table[1:3]]
     assert [row[:5] for row in rows] == [
         ["0", "0", "0", "4,160", "65,536 (86%)"],
@@ -496,7 +496,7 @@ def test_draw_the_stages_of_a_model(tmp_path: Path) -> None:
 def test_draw_stages_beside_a_small_share() -> None:
     """The stages can be drawn if the first replica has no sample in the first micro-batch."""
     words = ("draw", "data(2, shares=[1, 30]) * pipeline(2, micro=4)", "--job", "digits")
-    table, _ = paragrad(*words, "--batch", "32").split("\n\n")
+    table, _ = invoke_command(*words, "--batch", "32").split("\n\n")
     assert len(table.splitlines()) == 4
 
 
@@ -505,8 +505,8 @@ def test_draw_several_schedules() -> None:
 
     Under `place` only one rank works at a time. This is why pipelines exist.
     """
-    one, other = paragrad("draw", "place(2); pipeline(2, micro=2)").split("\n\n")
-    assert one.splitlines()[1:] == paragrad("draw", "place(2)").splitlines()[1:]
+    one, other = invoke_command("draw", "place(2); pipeline(2, micro=2)").split("\n\n")
+    assert one.splitlines()[1:] == invoke_command("draw", "place(2)").splitlines()[1:]
     assert other.splitlines()[0].startswith("one_f_one_b of 2 micro-batches")
 
 
@@ -524,7 +524,7 @@ def test_draw_as_svg(algorithm: str, tmp_path: Path) -> None:
     """
     words = f"data(4, reduce={algorithm})"
     file = tmp_path / "drawn.svg"
-    assert paragrad("draw", words, "--svg", str(file)) == paragrad("draw", words)
+    assert invoke_command("draw", words, "--svg", str(file)) == invoke_command("draw", words)
     text = file.read_text()
     arrows = [
         name
@@ -534,7 +534,7 @@ def test_draw_as_svg(algorithm: str, tmp_path: Path) -> None:
     chosen = strategy(words)
     assert isinstance(chosen, Data)
     assert len(set(arrows)) == len(arrows) == prove_schedule(chosen.reduce, 4, 100).messages
-    paragrad("draw", words, "--svg", str(file))
+    invoke_command("draw", words, "--svg", str(file))
     assert file.read_text() == text
     # a colour variable that no style defines is black; earlier the whole drawing was black
     assert (used := set(re.findall(r"var\((--\w+)\)", text)))
@@ -545,6 +545,6 @@ def test_draw_as_svg(algorithm: str, tmp_path: Path) -> None:
 
 
 def test_help_names_every_command() -> None:
-    text = paragrad("--help")
+    text = invoke_command("--help")
     for verb in ("train", "compare", "verify", "draw", "jobs", "strategies"):
         assert verb in text

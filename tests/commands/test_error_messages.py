@@ -39,7 +39,7 @@ JOB_FILES = Path(__file__).parents[1] / "helpers" / "job_files"
 SHORT = ("train", "digits", "--epochs", "1")
 
 
-def command(
+def run_command(
     *words: str, stdout: int | None = subprocess.PIPE, folder: Path | None = None, **settings: str
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -58,7 +58,7 @@ def command(
 MANY = make_job("many", make_mlp, VECTORS, batch=29)
 
 
-def refused_with(left: int, strategy: str, job: pg.Job = MANY) -> str:
+def read_memory_refusal(left: int, strategy: str, job: pg.Job = MANY) -> str:
     with (
         mock.patch.object(memory_check, "read_available_memory", return_value=left),
         pytest.raises(pg.Refused) as caught,
@@ -73,7 +73,7 @@ def test_more_ranks_than_memory_allows() -> None:
     Earlier, data(1000) forked a thousand ranks and used all memory. The command ended with exit
     code 137 and without a message.
     """
-    told = refused_with(10 * memory_check.PROCESS_BYTES, "data(20)")
+    told = read_memory_refusal(10 * memory_check.PROCESS_BYTES, "data(20)")
     assert "data(20) needs at least " in told
     assert "20 processes of " in told
     assert told.endswith("at most 9 ranks fit")
@@ -100,7 +100,7 @@ class Keeps(nn.Module):
 def test_batch_that_does_not_fit() -> None:
     """Memory that does not depend on the number of samples is counted once, not per sample."""
     job = make_job("keeps", Keeps, VECTORS, batch=29)
-    told = refused_with(memory_check.PROCESS_BYTES + (20 << 20), "serial", job)
+    told = read_memory_refusal(memory_check.PROCESS_BYTES + (20 << 20), "serial", job)
     assert "that backward keeps of 29 samples" in told
     assert told.endswith(
         "the batch does not fit; make it smaller, or divide it into micro-batches (micro=2)"
@@ -128,7 +128,7 @@ def test_pipeline_memory_is_counted_by_stage() -> None:
     )
     sizes = []
     for row in ("gpipe", "one_f_one_b", "one_f_one_b, recompute=true"):
-        told = refused_with(
+        told = read_memory_refusal(
             memory_check.PROCESS_BYTES, f"pipeline(2, micro=4, schedule={row}, cut=[4, 6])", job
         )
         sizes.append(
@@ -149,7 +149,7 @@ class Wide(nn.Module):
 
 
 def test_model_that_does_not_fit() -> None:
-    assert refused_with(100, "serial").endswith(
+    assert read_memory_refusal(100, "serial").endswith(
         "the model does not fit; train a smaller one, or on a host with more memory"
     )
 
@@ -208,7 +208,7 @@ def test_dataset_error_is_named_with_its_line(tmp_path: Path) -> None:
 
     Earlier, it came after 25 lines of paragrad's own code, and did not name the sample.
     """
-    ran = command(
+    ran = run_command(
         "train",
         str(JOB_FILES / "own_dataset_raises.py"),
         "--strategy",
@@ -227,7 +227,7 @@ def test_dataset_error_is_named_with_its_line(tmp_path: Path) -> None:
 
 @pytest.mark.story
 def test_job_file_error_keeps_its_line() -> None:
-    ran = command("train", str(JOB_FILES / "raises.py"))
+    ran = run_command("train", str(JOB_FILES / "raises.py"))
     assert ran.returncode == 2
     assert "raised RuntimeError: no such luck (" in ran.stderr
     assert "raises.py:" in ran.stderr.rpartition("no such luck")[2]
@@ -257,7 +257,7 @@ def test_ascii_terminal(tmp_path: Path) -> None:
 
     Earlier, the character ± raised an error after the whole training.
     """
-    ran = command(
+    ran = run_command(
         "compare",
         "digits",
         "--strategies",
@@ -279,7 +279,7 @@ def test_ascii_terminal(tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
 def test_full_disk_as_standard_output(tmp_path: Path) -> None:
     with open("/dev/full", "wb") as full:
-        ran = command(*SHORT, "--runs", str(tmp_path), stdout=full.fileno())
+        ran = run_command(*SHORT, "--runs", str(tmp_path), stdout=full.fileno())
     assert ran.returncode == 1
     assert (
         ran.stderr.strip().splitlines()[-1]
@@ -324,7 +324,7 @@ def test_failing_read_is_reported(
     assert capsys.readouterr().err == "paragrad: what it prints: Input/output error\n"
 
 
-def in_spaces(
+def run_in_namespaces(
     kinds: str, shell: str, *words: str, folder: Path
 ) -> subprocess.CompletedProcess[str]:
     """Run a line of shell and then the command, in new Linux namespaces."""
@@ -351,14 +351,16 @@ def test_full_dev_shm_with_loaders(tmp_path: Path) -> None:
     /dev/shm. Only the semaphores of the loaders need room there.
     """
     full = "mount -t tmpfs -o size=4k tmpfs /dev/shm && head -c 4096 /dev/zero > /dev/shm/full"
-    ran = in_spaces("-m", full, *SHORT, "--strategy", "data(2)", "--loaders", "1", folder=tmp_path)
+    ran = run_in_namespaces(
+        "-m", full, *SHORT, "--strategy", "data(2)", "--loaders", "1", folder=tmp_path
+    )
     assert ran.returncode == 1
     message = ran.stderr.strip().splitlines()[-1]
     assert (
         ": /dev/shm is full, and loaders need room there for semaphores; make room there, or "
         "load without loaders" in message
     )
-    ran = in_spaces("-m", full, *SHORT, "--strategy", "data(2)", folder=tmp_path)
+    ran = run_in_namespaces("-m", full, *SHORT, "--strategy", "data(2)", folder=tmp_path)
     assert ran.returncode == 0, ran.stderr
     # batches of 4 MB; /dev/shm has room for a quarter of one
     large = tmp_path / "large.py"
@@ -369,7 +371,7 @@ def test_full_dev_shm_with_loaders(tmp_path: Path) -> None:
         "optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-6), batch=16, epochs=1,\n "
         "            train=lambda folder: samples, collate=torch.utils.data.default_collate)\n"
     )
-    ran = in_spaces(
+    ran = run_in_namespaces(
         "-m",
         "mount -t tmpfs -o size=1m tmpfs /dev/shm",
         "train",
@@ -390,7 +392,7 @@ def test_disabled_loopback(tmp_path: Path) -> None:
     Earlier, the message of gloo named one of its own files and ended in "Unable to find address
     for: lo". Ranks that use shared memory need no address.
     """
-    ran = in_spaces(
+    ran = run_in_namespaces(
         "-n", "true", *SHORT, "--strategy", "data(2)", "--backend", "gloo", folder=tmp_path
     )
     assert ran.returncode == 2
@@ -398,7 +400,9 @@ def test_disabled_loopback(tmp_path: Path) -> None:
         "the ranks of this host talk over its loopback, which is down (Network is unreachable); "
         "bring it up" in ran.stderr
     )
-    ran = in_spaces("-n", "true", *SHORT, "--strategy", "data(2, reduce=ring)", folder=tmp_path)
+    ran = run_in_namespaces(
+        "-n", "true", *SHORT, "--strategy", "data(2, reduce=ring)", folder=tmp_path
+    )
     assert ran.returncode == 0, ran.stderr
 
 
@@ -484,9 +488,9 @@ def test_too_many_ranks_are_refused_before_the_proof(tmp_path: Path) -> None:
 # ---- conveniences ----------------------------------------------------------------------------
 @pytest.mark.story
 def test_version_option() -> None:
-    ran = command("--version")
+    ran = run_command("--version")
     assert (ran.returncode, ran.stdout.strip()) == (0, f"paragrad {pg.__version__}")
-    assert "Usage" in command("-h").stdout
+    assert "Usage" in run_command("-h").stdout
 
 
 def test_saved_model_has_default_file_permissions(tmp_path: Path) -> None:
@@ -557,7 +561,7 @@ def test_user_file_is_typed(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stdout
 
 
-def missing_library(*_: object) -> nn.Module:
+def fail_to_import(*_: object) -> nn.Module:
     try:
         raise ImportError("operator torchvision::nms does not exist")
     except ImportError as error:
@@ -577,7 +581,7 @@ def test_cause_of_a_chained_error_is_reported() -> None:
         match=r"model raised RuntimeError: Failed to import some.models.gpt2 .* \(first cause: "
         r"ImportError: operator torchvision::nms does not exist\) \(.*test_error_messages.py:",
     ):
-        validate_run(MANY.replace(model=missing_library), "serial")
+        validate_run(MANY.replace(model=fail_to_import), "serial")
 
 
 def test_timeout_is_reported_with_its_purpose() -> None:
@@ -591,9 +595,9 @@ def test_timeout_is_reported_with_its_purpose() -> None:
         match=r"Timed out waiting 20000ms.*; meanwhile rank 0 sleeps: if that takes longer than "
         r"ranks wait for each other, give a longer --timeout, or none",
     ):
-        waits("Timed out waiting 20000ms for recv operation to complete")
+        raise_while_waiting("Timed out waiting 20000ms for recv operation to complete")
     with pytest.raises(RuntimeError, match=r"^Connection closed by peer$"):
-        waits("Connection closed by peer")
+        raise_while_waiting("Connection closed by peer")
 
 
 def test_failing_step_names_step_and_tensor() -> None:
@@ -620,6 +624,6 @@ def test_search_for_non_finite_values_keeps_modes() -> None:
     assert [each.training for each in model] == [True, False, True]
 
 
-def waits(told: str) -> None:
+def raise_while_waiting(told: str) -> None:
     with explain_timeout("rank 0 sleeps", ", or none"):
         raise RuntimeError(told)

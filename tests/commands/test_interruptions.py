@@ -57,16 +57,16 @@ JOB = JOBS["mlp"].replace(epochs=2, dtype=torch.float64)
 
 
 # ---- a checkpoint is saved only of a step that all records contain ---------------------------
-def killed_before_its_line(world: World, checked: ValidatedRun, folder: Path) -> None:
+def train_with_kill_before_record(world: World, checked: ValidatedRun, folder: Path) -> None:
     """Train; rank 1 dies after step 3, before it writes this step into its record."""
     write = StepLog.write_step
 
-    def step(self: StepLog, number: int, *words: Any, **fields: Any) -> None:
+    def write_or_die(self: StepLog, number: int, *words: Any, **fields: Any) -> None:
         if world.rank == 1 and number == 3:
             os.kill(os.getpid(), signal.SIGKILL)
         write(self, number, *words, **fields)
 
-    with mock.patch.object(StepLog, "write_step", step):
+    with mock.patch.object(StepLog, "write_step", write_or_die):
         train_rank(world, checked, folder, time.monotonic())
 
 
@@ -78,7 +78,7 @@ def test_checkpoint_step_is_in_all_records(tmp_path: Path) -> None:
     """
     checked = validate_run(JOB, "data(2, reduce=ring)", Settings(save=1))
     with Launcher(2) as ranks, pytest.raises(RankFailed, match="SIGKILL"):
-        checked.run_on_ranks(ranks, killed_before_its_line, checked, tmp_path)
+        checked.run_on_ranks(ranks, train_with_kill_before_record, checked, tmp_path)
     assert [read_folder_step(folder) for folder in list_checkpoint_folders(tmp_path)] == [3, 2]
 
 
@@ -101,11 +101,14 @@ def test_full_disk_leaves_no_partial_file(tmp_path: Path, writer: Any, name: str
     not be recorded.
     """
 
-    def full(written: Any, path: Path) -> None:
+    def fail_on_full_disk(written: Any, path: Path) -> None:
         path.write_bytes(b"half of it")
         raise OSError(28, "No space left on device", str(path))
 
-    with mock.patch.object(writer, name, full), pytest.raises(OSError, match="No space left"):
+    with (
+        mock.patch.object(writer, name, fail_on_full_disk),
+        pytest.raises(OSError, match="No space left"),
+    ):
         train_rank(
             World(), validate_run(JOB, "serial", Settings(save=5)), tmp_path, time.monotonic()
         )
@@ -130,12 +133,12 @@ def test_failure_is_printed_if_it_cannot_be_recorded(pool: Launcher, tmp_path: P
     Earlier, the error from writing the record replaced it.
     """
 
-    def full(record: Recorder, *_: Any) -> None:
+    def fail_on_full_disk(record: Recorder, *_: Any) -> None:
         raise OSError(28, "No space left on device", record.file.name)
 
     job = make_job("raises", lambda: Raises(10, 4), VECTORS)
     with (
-        mock.patch.object(training, "_write_end_line", full),
+        mock.patch.object(training, "_write_end_line", fail_on_full_disk),
         pytest.raises(RankFailed, match="enough of it"),
     ):
         training.train_on_ranks(pool, validate_run(job, "data(2)", Settings()), tmp_path)
@@ -212,7 +215,7 @@ def test_torchrun_restarts_ranks(tmp_path: Path, backend: str) -> None:
     assert [end and end["status"] for end in ends][1] == "finished"
 
 
-def started_after_another(world: World) -> list[str]:
+def start_twice(world: World) -> list[str]:
     """Start twice with the same store, as restarted ranks do.
 
     The first start is complete: its name and all answers are still in the store. Return the
@@ -235,12 +238,12 @@ def started_after_another(world: World) -> list[str]:
 
 
 def test_restarted_ranks_use_new_store_keys(pool: Launcher) -> None:
-    for found in pool.run(started_after_another, size=3):
+    for found in pool.run(start_twice, size=3):
         assert found == ["new 0", "new 1", "new 2"]
 
 
 # ---- waits -----------------------------------------------------------------------------------
-class Said(io.StringIO):
+class WaitingStderr(io.StringIO):
     """The standard error of a waiting rank.
 
     When a message about missing ranks is written to it, the key "said" is set in the store.
@@ -257,13 +260,13 @@ class Said(io.StringIO):
         return written
 
 
-def waits(world: World) -> str:
+def wait_for_missing_rank(world: World) -> str:
     """Let ranks 0 and 1 wait in step 7 for rank 2, and return what each rank prints.
 
     Rank 2 arrives after another rank has printed that rank 2 is missing.
     """
     watch = StragglerMonitor(world, slow_after=0.1)
-    said = Said(world)
+    said = WaitingStderr(world)
     with contextlib.redirect_stderr(said):
         if world.rank == 2:
             world.store.get("said")
@@ -281,7 +284,7 @@ def test_missing_rank_is_named_while_waiting(pool: Launcher, backend: str) -> No
     Earlier, if the loop of one rank ended early, the other ranks printed nothing until their
     timeout of 300 s.
     """
-    first, second, _ = pool.run(waits, size=3, backend=backend)
+    first, second, _ = pool.run(wait_for_missing_rank, size=3, backend=backend)
     # only one of the two waiting ranks prints it: the first that has noticed the other
     told = f"{first}{second}"
     assert " is in step 7 for " in told
@@ -345,7 +348,7 @@ def test_stopped_rank_is_named(tmp_path: Path, strategy: str, message: str) -> N
         pg.train(job, strategy, runs=tmp_path, timeout=4.0)
 
 
-def meets_nobody(world: World, rank: int, backend: str, store: Path) -> None:
+def join_without_others(world: World, rank: int, backend: str, store: Path) -> None:
     """Join a world of three ranks in which the two other ranks never arrive."""
     with join_world(rank, 3, store, backend, timeout=0.5):
         pass
@@ -365,10 +368,10 @@ def test_absent_rank_is_named(
         RankFailed,
         match=rf"rank\(s\) {others} did not come to where the 3 ranks meet within 0.5 s ",
     ):
-        pool.run(meets_nobody, rank, backend, tmp_path / "store", size=1)
+        pool.run(join_without_others, rank, backend, tmp_path / "store", size=1)
 
 
-def refused_by_the_store(world: World, store: Path) -> None:
+def join_and_fail_at_once(world: World, store: Path) -> None:
     with (
         mock.patch.object(
             torch.distributed, "init_process_group", side_effect=RuntimeError("no such interface")
@@ -384,7 +387,7 @@ def test_immediate_failure_blames_no_other_rank(pool: Launcher, tmp_path: Path) 
     Earlier, it named the ranks that had not joined yet, before their 60 s were over.
     """
     with pytest.raises(RankFailed, match="no such interface") as caught:
-        pool.run(refused_by_the_store, tmp_path / "store", size=1)
+        pool.run(join_and_fail_at_once, tmp_path / "store", size=1)
     assert "did not come" not in str(caught.value)
 
 
@@ -398,7 +401,7 @@ class Stuck(Dataset):
         return torch.zeros(3), 0
 
 
-def loads(world: World, loaders: int) -> str:
+def load_stuck_dataset(world: World, loaders: int) -> str:
     try:
         list(load_batches(Samples(Stuck(), sample_timeout=0.5), [(0, [4]), (0, [5])], loaders))
     except StepFailed as error:
@@ -412,7 +415,7 @@ def test_hanging_dataset_is_named(pool: Launcher, loaders: int) -> None:
 
     Earlier, the run hung for ever.
     """
-    (told,) = pool.run(loads, loaders, size=1)
+    (told,) = pool.run(load_stuck_dataset, loaders, size=1)
     assert told.startswith(
         "sample 5 of the dataset was not loaded within 0.5 s; the process is at "
     )
@@ -651,11 +654,13 @@ def test_closed_terminal_ends_a_training_like_sigterm(tmp_path: Path) -> None:
 ROWS = "serial; data(2); data(2, reduce=ring)"
 
 
-def at_the_second(act: Callable[[], None]) -> Callable[[str], Callable[[dict[str, Any]], None]]:
+def call_in_second_row(
+    act: Callable[[], None],
+) -> Callable[[str], Callable[[dict[str, Any]], None]]:
     """Return progress callbacks that call `act` once, while the second row trains."""
     acted: list[str] = []
 
-    def of(name: str) -> Callable[[dict[str, Any]], None]:
+    def make_callback(name: str) -> Callable[[dict[str, Any]], None]:
         def tell(told: dict[str, Any]) -> None:
             if name == "data(2)" and not acted:
                 acted.append(name)
@@ -663,24 +668,26 @@ def at_the_second(act: Callable[[], None]) -> Callable[[str], Callable[[dict[str
 
         return tell
 
-    return of
+    return make_callback
 
 
-def interrupted() -> None:
+def raise_interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def compared(tmp_path: Path, status: str, **settings: Any) -> pg.Table:
+def compare_and_stop(tmp_path: Path, status: str, **settings: Any) -> pg.Table:
     job = JOB.replace(epochs=4)
     if status == "interrupted":
         with pytest.raises(Interrupted) as caught:
-            pg.compare(job, ROWS, runs=tmp_path, progress=at_the_second(interrupted), **settings)
+            pg.compare(
+                job, ROWS, runs=tmp_path, progress=call_in_second_row(raise_interrupt), **settings
+            )
         return pg.Table(caught.value.folder)
     return pg.compare(
         job,
         ROWS,
         runs=tmp_path,
-        progress=at_the_second(lambda: os.kill(os.getpid(), signal.SIGTERM)),
+        progress=call_in_second_row(lambda: os.kill(os.getpid(), signal.SIGTERM)),
         **settings,
     )
 
@@ -694,7 +701,7 @@ def test_interrupted_comparison_keeps_finished_rows(tmp_path: Path, status: str)
     Earlier, SIGTERM and Ctrl-C lost them. Now the table contains them and names the missing rows,
     and --resume completes the table.
     """
-    table = compared(tmp_path, status)
+    table = compare_and_stop(tmp_path, status)
     assert table.ending["status"] == status
     assert table.missing == ["data(2)", "data(2, reduce=ring)", "baseline-serial-threads-1"]
     assert table.rows[0].test is None
@@ -723,12 +730,12 @@ def test_interrupted_comparison_keeps_finished_rows(tmp_path: Path, status: str)
 def test_comparison_on_a_full_disk(tmp_path: Path) -> None:
     run = comparing.train_on_ranks
 
-    def full(ranks: Launcher, row: ValidatedRun, folder: Path, **more: Any) -> pg.Run:
+    def fail_on_full_disk(ranks: Launcher, row: ValidatedRun, folder: Path, **more: Any) -> pg.Run:
         if "data" in folder.name:
             raise OSError(28, "No space left on device", str(folder / "run.jsonl"))
         return run(ranks, row, folder, **more)
 
-    with mock.patch.object(comparing, "train_on_ranks", full):
+    with mock.patch.object(comparing, "train_on_ranks", fail_on_full_disk):
         table = pg.compare(JOB, ROWS, runs=tmp_path)
     assert table.ending["status"] == "failed"
     assert "not done: data(2); data(2, reduce=ring)" in str(table)

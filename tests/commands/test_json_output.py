@@ -57,7 +57,7 @@ VERBS = {
 }
 
 
-def documented(verb: str) -> set[str]:
+def read_documented_keys(verb: str) -> set[str]:
     text = (ROOT / "docs" / "reference" / "json.md").read_text(encoding="utf-8").split("\n## ")[0]
     rows = re.findall(r"^\| `([^`]+)` \| ([^|]+) \| .+ \|$", text, re.MULTILINE)
     assert len({key for key, _ in rows}) == len(rows) > 80
@@ -65,24 +65,24 @@ def documented(verb: str) -> set[str]:
     return {key for key, verbs in rows if verb in verbs.split(", ")}
 
 
-def printed(value: Any, at: str = "") -> Iterator[str]:
+def list_paths(value: Any, at: str = "") -> Iterator[str]:
     """Yield the path of every value in an answer.
 
     The paths of values in rows begin with the key in the row.
     """
     if isinstance(value, dict):
         for name, each in value.items():
-            yield from printed(each, f"{at}.{name}" if at else name)
+            yield from list_paths(each, f"{at}.{name}" if at else name)
     elif isinstance(value, list) and value and isinstance(value[0], dict):
         for each in value:
-            yield from printed(each, "" if at in ("", "rows") else f"{at}[]")
+            yield from list_paths(each, "" if at in ("", "rows") else f"{at}[]")
     else:
         yield at
 
 
-def compared(verb: str, answer: str) -> None:
-    rows = documented(verb)
-    found = set(printed(json.loads(answer)))
+def compare_keys(verb: str, answer: str) -> None:
+    rows = read_documented_keys(verb)
+    found = set(list_paths(json.loads(answer)))
     patterns = {row: re.compile(re.escape(row).replace(r"\*", ".+")) for row in rows}
     assert {
         row for row, pattern in patterns.items() if not any(map(pattern.fullmatch, found))
@@ -105,7 +105,7 @@ def test_page_has_every_key_that_a_command_prints(verb: str, tmp_path: Path) -> 
     """
     words = VERBS[verb]
     runs = ["--runs", str(tmp_path)] if words[0] in ("train", "compare", "verify") else []
-    compared(verb, CliRunner().invoke(cli.app, [*words, *runs, "--json"]).stdout)
+    compare_keys(verb, CliRunner().invoke(cli.app, [*words, *runs, "--json"]).stdout)
 
 
 def test_page_has_every_key_of_a_machine_file(
@@ -122,17 +122,19 @@ def test_page_has_every_key_of_a_machine_file(
         1,
     )
     simulation_report.write_machine_file(machine, tmp_path / "machine.json", True)
-    compared("measure", capsys.readouterr().out)
+    compare_keys("measure", capsys.readouterr().out)
 
 
 def test_missing_or_new_key_is_found() -> None:
     """The comparison of this file finds an answer with a missing key, and one with a new key."""
     whole = [{"kind": "reduce", "name": "ring", "what": "x"}]
-    compared("strategies", json.dumps(whole))
+    compare_keys("strategies", json.dumps(whole))
     with pytest.raises(AssertionError, match="not printed"):
-        compared("strategies", json.dumps([{name: whole[0][name] for name in ("kind", "name")}]))
+        compare_keys(
+            "strategies", json.dumps([{name: whole[0][name] for name in ("kind", "name")}])
+        )
     with pytest.raises(AssertionError, match="not documented"):
-        compared("strategies", json.dumps([{**whole[0], "source": "y"}]))
+        compare_keys("strategies", json.dumps([{**whole[0], "source": "y"}]))
 
 
 @pytest.mark.parametrize("verb", ["train", "compare", "verify"])

@@ -56,11 +56,11 @@ class Blocks(nn.Module):
         return self.out(hidden + x.tanh())
 
 
-def adam(parameters: object) -> torch.optim.Optimizer:
+def make_adam(parameters: object) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=1e-3)  # type: ignore[arg-type]
 
 
-BLOCKS = make_job("blocks", Blocks, DATA, batch=48, epochs=1, optimizer=adam, test=DATA)
+BLOCKS = make_job("blocks", Blocks, DATA, batch=48, epochs=1, optimizer=make_adam, test=DATA)
 ROWS = [
     "serial",
     "serial(micro=3)",
@@ -101,7 +101,7 @@ def test_peak_memory_is_predicted(pool: Launcher, row: str) -> None:
         ), rank
 
 
-class Looking(nn.Module):
+class BatchSizeRecorder(nn.Module):
     """A model that records the number of samples of each test batch."""
 
     def __init__(self) -> None:
@@ -115,15 +115,17 @@ class Looking(nn.Module):
         return self.out(x)
 
 
-def squared(output: Tensor, _: Tensor) -> Tensor:
+def compute_mean_square(output: Tensor, _: Tensor) -> Tensor:
     return output.square().mean()
 
 
-def looked(world: World, chosen: Strategy, graph: bool = True) -> set[int]:
+def record_test_batch_sizes(world: World, chosen: Strategy, graph: bool = True) -> set[int]:
     """Train one step, run a test, and return the sizes of the test batches of this rank."""
-    model = Looking()
+    model = BatchSizeRecorder()
     options = TrainerOptions(is_validated=True)
-    trainer = Trainer(world, model, squared, adam(model.parameters()), chosen, options)
+    trainer = Trainer(
+        world, model, compute_mean_square, make_adam(model.parameters()), chosen, options
+    )
     try:
         for fetched in itertools.islice(trainer.batches(DATA, 24, epoch=0), 1):
             trainer.step(*separate_target(fetched))
@@ -139,10 +141,12 @@ def test_evaluation_with_a_graph_uses_the_step_batch(pool: Launcher) -> None:
     Earlier, a test batch had 256 samples for every batch size. So the graph of 256 samples was in
     memory at once.
     """
-    assert looked(World(), resolve_text("serial"), graph=False) == {96}
-    assert looked(World(), resolve_text("serial")) == {24}
-    assert looked(World(), resolve_text("serial(micro=4)")) == {6}
-    assert pool.run(looked, resolve_text("data(2, shares=[3, 1], reduce=ring)"), size=2) == [
+    assert record_test_batch_sizes(World(), resolve_text("serial"), graph=False) == {96}
+    assert record_test_batch_sizes(World(), resolve_text("serial")) == {24}
+    assert record_test_batch_sizes(World(), resolve_text("serial(micro=4)")) == {6}
+    assert pool.run(
+        record_test_batch_sizes, resolve_text("data(2, shares=[3, 1], reduce=ring)"), size=2
+    ) == [
         {18, 12},
         {6},
     ]
@@ -153,7 +157,7 @@ def test_evaluation_memory_is_predicted() -> None:
 
     The weight of the loss is read from this graph.
     """
-    judged = validate_run(BLOCKS.replace(metric=None, loss=squared), "serial(micro=3)")
+    judged = validate_run(BLOCKS.replace(metric=None, loss=compute_mean_square), "serial(micro=3)")
     found = forecast_activations(judged.job, judged.resolved, judged.inspection)
     assert found.compute_test_peak(0) == found.compute_peak(0) > 0
     parts = validate_run(judged.job, "place(2)", inspection=judged.inspection)
@@ -197,7 +201,10 @@ def test_one_of_four_stages_holds_a_quarter_at_rest(pool: Launcher, strategy: st
     This is so for parameters, gradients and optimizer state.
     """
     job = make_job(
-        "equal", lambda: nn.Sequential(*(nn.Linear(40, 40) for _ in range(8))), DATA, optimizer=adam
+        "equal",
+        lambda: nn.Sequential(*(nn.Linear(40, 40) for _ in range(8))),
+        DATA,
+        optimizer=make_adam,
     )
     (alone,), parts = (
         measure_step_memory(pool, validate_run(job, each)) for each in ("serial", strategy)

@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "own_loop.py"
 
 
-def ran(*words: str, cwd: Path | None = None, **settings: str) -> str:
+def run_program(*words: str, cwd: Path | None = None, **settings: str) -> str:
     done = subprocess.run(
         words,
         capture_output=True,
@@ -52,17 +52,19 @@ def ran(*words: str, cwd: Path | None = None, **settings: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+def plain_parameters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     """Run the example under plain python, and return the parameters that it saves."""
     path = tmp_path_factory.mktemp("alone") / "model.safetensors"
-    assert "1 worker(s)" in ran(sys.executable, str(EXAMPLE), str(path))
+    assert "1 worker(s)" in run_program(sys.executable, str(EXAMPLE), str(path))
     return load_file(path)
 
 
 @pytest.mark.table  # the README's loop runs under torchrun in test_docs.py
-def test_user_loop_example_under_torchrun(alone: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_user_loop_example_under_torchrun(
+    plain_parameters: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
     path = tmp_path / "model.safetensors"
-    text = ran(
+    text = run_program(
         sys.executable,
         "-m",
         "torch.distributed.run",
@@ -73,22 +75,24 @@ def test_user_loop_example_under_torchrun(alone: dict[str, torch.Tensor], tmp_pa
         str(path),
     )
     assert "2 worker(s)" in text
-    same(alone, load_file(path))
+    assert_same_parameters(plain_parameters, load_file(path))
 
 
 @pytest.mark.table
-def test_user_loop_example_under_mpirun(alone: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_user_loop_example_under_mpirun(
+    plain_parameters: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
     if shutil.which("mpirun") is None:
         pytest.skip("mpirun is not installed (Debian package openmpi-bin; make system)")
     path = tmp_path / "model.safetensors"
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    assert "3 worker(s)" in ran(
+    assert "3 worker(s)" in run_program(
         "mpirun", *root, "--oversubscribe", "-np", "3", sys.executable, str(EXAMPLE), str(path)
     )
-    same(alone, load_file(path))
+    assert_same_parameters(plain_parameters, load_file(path))
 
 
-def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+def assert_same_parameters(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         assert tensor.dtype == torch.float64
@@ -129,7 +133,7 @@ def test_prefetching_wrapper_is_reported() -> None:
     shares would be mixed up without a message. A loop may skip a batch, or change it.
     """
 
-    def ahead(batches: Iterator[object]) -> Iterator[object]:
+    def prefetch_one(batches: Iterator[object]) -> Iterator[object]:
         held = next(batches)
         for batch in batches:
             yield held
@@ -143,12 +147,14 @@ def test_prefetching_wrapper_is_reported() -> None:
         for number, (inputs, target) in enumerate(trainer.batches(VECTORS, batch=8, epoch=0)):
             if number != 1:
                 trainer.step(inputs * 2, target)
-        (inputs, target) = next(ahead(trainer.batches(VECTORS, batch=8, epoch=1)))
+        (inputs, target) = next(prefetch_one(trainer.batches(VECTORS, batch=8, epoch=1)))
         with pytest.raises(StepFailed, match="reads ahead"):
             trainer.step(inputs, target)
 
 
-def own_loop(world: World, strategy: str) -> tuple[dict[str, torch.Tensor], list[float], float]:
+def train_in_own_loop(
+    world: World, strategy: str
+) -> tuple[dict[str, torch.Tensor], list[float], float]:
     """Train a model with batch norm in a user's loop; each rank begins with other weights."""
     torch.manual_seed(3 + world.rank)
     model = make_batch_norm_cnn().double()
@@ -170,8 +176,8 @@ def own_loop(world: World, strategy: str) -> tuple[dict[str, torch.Tensor], list
 )
 def test_ranks_begin_with_rank_0_and_see_the_global_mean(pool: Launcher, strategy: str) -> None:
     """Three ranks in an existing process group train as one worker does."""
-    expected = own_loop(World(), "serial")
-    for state, losses, score in pool.run(own_loop, strategy, size=3):
+    expected = train_in_own_loop(World(), "serial")
+    for state, losses, score in pool.run(train_in_own_loop, strategy, size=3):
         assert losses == pytest.approx(expected[1], rel=1e-10)
         assert score == pytest.approx(expected[2])
         for name, tensor in expected[0].items():
@@ -199,7 +205,7 @@ class Tied(nn.Module):
         return self.out(self.end(self.last(self.act(self.middle(hidden))))) * self.scale
 
 
-def cut_loop(
+def train_divided_model(
     world: World, strategy: str
 ) -> tuple[dict[str, torch.Tensor], list[float], float, bool]:
     """Train a divided model in a user's loop.
@@ -240,7 +246,7 @@ def cut_loop(
         each._post_accumulate_grad_hooks
         for each in (*model.parameters(), *trainer.training.setup.parameters.values())
     )
-    goes_on(model, optimizer)
+    continue_plainly(model, optimizer)
     with torch.no_grad():
         return state, losses, float(model(VECTORS.tensors[0].double()).sum()), hollow
 
@@ -259,7 +265,7 @@ class Recurrent(nn.Module):
         return self.out(self.second(self.first(x[:, None])[0])[0][:, 0])
 
 
-def recurrent_loop(world: World, strategy: str) -> list[float]:
+def train_recurrent_model(world: World, strategy: str) -> list[float]:
     torch.manual_seed(3)
     model = Recurrent().double()
     optimizer = torch.optim.Adam(
@@ -268,7 +274,7 @@ def recurrent_loop(world: World, strategy: str) -> list[float]:
     with pg.parallelize(model, functional.cross_entropy, optimizer, strategy) as trainer:
         losses = [trainer.step(*batch).loss for batch in trainer.batches(VECTORS, batch=8, epoch=0)]
         losses.append(trainer.evaluate(VECTORS))
-    goes_on(model, optimizer)
+    continue_plainly(model, optimizer)
     with torch.no_grad():
         return [*losses, float(model(VECTORS.tensors[0].double()).sum())]
 
@@ -278,12 +284,12 @@ def recurrent_loop(world: World, strategy: str) -> list[float]:
     ["place(2)", "tensor(2)", pytest.param("pipeline(2, micro=2)", marks=pytest.mark.story)],
 )
 def test_frozen_lstm_in_a_user_loop(pool: Launcher, strategy: str) -> None:
-    expected = recurrent_loop(World(), "serial")
-    for losses in pool.run(recurrent_loop, strategy, size=2):
+    expected = train_recurrent_model(World(), "serial")
+    for losses in pool.run(train_recurrent_model, strategy, size=2):
         assert losses == pytest.approx(expected, rel=1e-9)
 
 
-def goes_on(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def continue_plainly(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Make three steps of plain PyTorch after the loop.
 
     Earlier, the optimizer still held the parameters and the state of its rank's part.
@@ -307,9 +313,9 @@ def goes_on(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     ],
 )
 def test_divided_model_is_whole_after_the_loop(pool: Launcher, strategy: str, size: int) -> None:
-    expected = cut_loop(World(), "serial")
+    expected = train_divided_model(World(), "serial")
     assert not expected[3]
-    for state, losses, score, hollow in pool.run(cut_loop, strategy, size=size):
+    for state, losses, score, hollow in pool.run(train_divided_model, strategy, size=size):
         assert hollow
         assert losses == pytest.approx(expected[1], rel=1e-10)
         assert score == pytest.approx(expected[2], rel=1e-10)
@@ -389,7 +395,7 @@ def change_and_step(
     trainer.step(*batch)
 
 
-def changing_loop(world: World, change: str) -> str:
+def train_and_change(world: World, change: str) -> str:
     """Train a divided model, apply a change of the user to it, and return the error.
 
     Before that change, other actions of the user are tried: some work, and some raise an error.
@@ -434,7 +440,7 @@ def test_changes_to_a_divided_model_reach_its_shards(pool: Launcher, change: str
     Earlier, freezing, eval() and new groups changed only the user's own object. The parts on the
     ranks were trained without the change.
     """
-    for told in pool.run(changing_loop, change, size=2):
+    for told in pool.run(train_and_change, change, size=2):
         assert CHANGES[change][1] in told
         assert "or train it with data(n)" in told or "has no values" in told
 
@@ -456,7 +462,7 @@ class Annealed(nn.Module):
         return self.out(torch.tanh(deep) + functional.pad(hidden, (0, 6 - self.wide)))
 
 
-def annealing_loop(world: World, strategy: str) -> list[float]:
+def train_annealed_model(world: World, strategy: str) -> list[float]:
     torch.manual_seed(3)
     model = Annealed().double()
     found = []
@@ -495,12 +501,12 @@ def test_module_attributes_set_while_divided_reach_shards(pool: Launcher, strate
     The loop changes a dropout, a temperature and a width that crosses a cut, for steps or for a
     test. Earlier, the parts kept the values of the first step, without a message.
     """
-    expected = annealing_loop(World(), "serial")
-    for losses in pool.run(annealing_loop, strategy, size=2):
+    expected = train_annealed_model(World(), "serial")
+    for losses in pool.run(train_annealed_model, strategy, size=2):
         assert losses == pytest.approx(expected, rel=1e-10)
 
 
-def a_trainer(**changes: object):  # type: ignore[no-untyped-def]
+def make_trainer(**changes: object):  # type: ignore[no-untyped-def]
     model = nn.Linear(10, 4)
     given = {
         "model": model,
@@ -543,12 +549,12 @@ def a_trainer(**changes: object):  # type: ignore[no-untyped-def]
 def test_invalid_arguments_are_refused_before_the_first_step(
     changes: dict[str, object], message: str
 ) -> None:
-    with pytest.raises(pg.Refused, match=message), a_trainer(**changes):
+    with pytest.raises(pg.Refused, match=message), make_trainer(**changes):
         pytest.fail("it was let in")
 
 
 def test_step_takes_a_batch_once() -> None:
-    with a_trainer() as trainer:
+    with make_trainer() as trainer:
         for inputs, target in trainer.batches(VECTORS, batch=29, epoch=0):
             trainer.step(inputs, target)
             with pytest.raises(StepFailed, match=r"loop over trainer\.batches"):
@@ -556,7 +562,7 @@ def test_step_takes_a_batch_once() -> None:
 
 
 def test_non_additive_loss_is_named_before_the_first_step() -> None:
-    with a_trainer(loss=nn.CrossEntropyLoss(reduction="sum")) as trainer:
+    with make_trainer(loss=nn.CrossEntropyLoss(reduction="sum")) as trainer:
         batch = next(trainer.batches(VECTORS, batch=29, epoch=0))
         with pytest.raises(
             StepFailed, match="the loss is a bare sum over the batch; return the mean"
@@ -564,7 +570,7 @@ def test_non_additive_loss_is_named_before_the_first_step() -> None:
             trainer.step(*batch)
 
 
-def unfreezing(world: World) -> str:
+def train_and_unfreeze(world: World) -> str:
     model = nn.Sequential(nn.Linear(10, 8), nn.Linear(8, 4))
     model[0].requires_grad_(False)
     with pg.parallelize(
@@ -586,13 +592,13 @@ def test_unfreezing_is_reported(pool: Launcher) -> None:
     DDP exchanges only the parameters that were trainable when DDP was created. So this parameter
     would differ between ranks, without a message.
     """
-    for told in pool.run(unfreezing, size=2):
+    for told in pool.run(train_and_unfreeze, size=2):
         assert told.startswith(
             "step 1, tensor 0.weight, 0.bias: it was frozen or unfrozen after step 0"
         )
 
 
-def grow(world: World, strategy: str, joins: bool) -> str:
+def grow_model(world: World, strategy: str, joins: bool) -> str:
     """Add a layer after the first step, or give a parameter of the model to the optimizer."""
     model = nn.Sequential(nn.Linear(10, 8), nn.Linear(8, 4))
     start = model.parameters() if not joins else model[0].parameters()
@@ -619,19 +625,21 @@ def test_an_added_layer_is_reported(pool: Launcher, strategy: str) -> None:
     Earlier, its gradients were not exchanged, and the replicas became different without a
     message. The check repeated the step in float64 with a new exchange, which knew the layer.
     """
-    for told in pool.run(functools.partial(grow, strategy=strategy, joins=False), size=2):
+    for told in pool.run(functools.partial(grow_model, strategy=strategy, joins=False), size=2):
         assert told.startswith("step 1, tensor 2.weight, 2.bias: it was added after step 0")
 
 
 def test_a_parameter_of_the_model_may_join_the_optimizer_later(pool: Launcher) -> None:
-    for told in pool.run(functools.partial(grow, strategy="data(2)", joins=True), size=2):
+    for told in pool.run(functools.partial(grow_model, strategy="data(2)", joins=True), size=2):
         assert told == "it trained on"
 
 
 def test_modules_in_eval_mode_stay_in_it() -> None:
     model = nn.Sequential(nn.Linear(10, 4), nn.BatchNorm1d(4))
     model[1].eval()
-    with a_trainer(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)) as trainer:
+    with make_trainer(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)
+    ) as trainer:
         trainer.evaluate(VECTORS)
     assert model.training
     assert not model[1].training
@@ -656,7 +664,7 @@ class Noisy(nn.Module):
         return self.two(hidden * (0.5 if self.calls <= 2 else 1.0))
 
 
-def changing_back(world: World, strategy: str) -> tuple[list[float], list[int]]:
+def change_and_restore(world: World, strategy: str) -> tuple[list[float], list[int]]:
     torch.manual_seed(3)
     model = Noisy().double()
     losses, calls = [], []
@@ -683,8 +691,8 @@ def test_attributes_that_return_to_the_same_object_are_seen(pool: Launcher) -> N
     A switch is True for a test and then False again. A counter is set back to 0. Earlier, the
     parts kept the value from between.
     """
-    losses, calls = changing_back(World(), "serial")
-    for ours, counts in pool.run(changing_back, "place(2)", size=2):
+    losses, calls = change_and_restore(World(), "serial")
+    for ours, counts in pool.run(change_and_restore, "place(2)", size=2):
         assert ours == pytest.approx(losses, rel=1e-10)
         assert counts == calls == [1, 1, 1, 1]
 
@@ -709,7 +717,7 @@ def test_check_of_a_failed_step_does_not_outlive_it() -> None:
     Earlier, the next step was compared with one worker's step on the batch of the failed step.
     """
     model = FailsOnce().double()
-    with a_trainer(
+    with make_trainer(
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         strategy="data(1, micro=2)",
@@ -745,7 +753,7 @@ class Clipped(nn.Module):
         return self.two(ClipsGradients.apply(self.one(x)))
 
 
-def going_on(world: World, strategy: str) -> list[str]:
+def train_despite_errors(world: World, strategy: str) -> list[str]:
     torch.manual_seed(3)
     model = Clipped().double()
     said = []
@@ -770,12 +778,12 @@ def test_refused_first_step_refuses_later_steps(pool: Launcher, strategy: str) -
 
     Earlier, a loop that caught the error trained with gradients that were known to be wrong.
     """
-    for said in pool.run(going_on, strategy, size=2):
+    for said in pool.run(train_despite_errors, strategy, size=2):
         assert len(said) == 4
         assert all("not one worker's training" in each for each in said)
 
 
-def hooked(world: World, algorithm: str) -> list[torch.Tensor]:
+def train_with_hook(world: World, algorithm: str) -> list[torch.Tensor]:
     """Train plain DDP with paragrad's hook on different inputs per rank; return the gradients."""
     from torch.nn.parallel import DistributedDataParallel
 
@@ -797,12 +805,12 @@ def test_all_reduce_hooks_under_plain_ddp(pool: Launcher, algorithm: str) -> Non
     torch.manual_seed(0)
     model = nn.Linear(10, 4).double()
     sum(model(VECTORS.tensors[0][rank::3].double()).square().mean() for rank in range(3)).backward()
-    for gradients in pool.run(hooked, algorithm, size=3):
+    for gradients in pool.run(train_with_hook, algorithm, size=3):
         for ours, parameter in zip(gradients, model.parameters(), strict=True):
             assert torch.allclose(ours, parameter.grad / 3, rtol=1e-12)  # type: ignore[operator]
 
 
-def limit_of_the_group(world: World) -> float:
+def read_group_timeout(world: World) -> float:
     found = find_existing_world()
     assert found is not None
     return found.timeout
@@ -814,10 +822,10 @@ def test_user_process_group_keeps_its_time_limit(pool: Launcher, backend: str) -
 
     Earlier, it gave up after 300 s, for every timeout that init_process_group was given.
     """
-    assert pool.run(limit_of_the_group, size=2, backend=backend, timeout=7.0) == [7.0, 7.0]
+    assert pool.run(read_group_timeout, size=2, backend=backend, timeout=7.0) == [7.0, 7.0]
 
 
-def hook_with(world: World, text: str) -> str:
+def try_hook(world: World, text: str) -> str:
     try:
         pg.hook(text)
     except pg.Refused as error:
@@ -826,8 +834,8 @@ def hook_with(world: World, text: str) -> str:
 
 
 def test_hook_accepts_all_reduces_only(pool: Launcher) -> None:
-    assert "did you mean ring" in pool.run(hook_with, "rang", size=2)[0]
-    assert "takes the name of an all-reduce" in pool.run(hook_with, "ring, micro=2", size=2)[0]
+    assert "did you mean ring" in pool.run(try_hook, "rang", size=2)[0]
+    assert "takes the name of an all-reduce" in pool.run(try_hook, "ring, micro=2", size=2)[0]
 
 
 def test_a_hook_without_a_world_is_refused() -> None:
@@ -860,7 +868,7 @@ data = Points()"""
 
 @pytest.mark.table
 def test_train_and_compare_from_python_c(tmp_path: Path) -> None:
-    text = ran(sys.executable, "-c", TRAIN.format(runs=str(tmp_path), data=DATA))
+    text = run_program(sys.executable, "-c", TRAIN.format(runs=str(tmp_path), data=DATA))
     assert text.startswith("30 of 30 samples seen in each of 1 epoch(s), 0 twice, 0 missed [None, ")
     assert text.endswith("False\n")
 
@@ -890,7 +898,7 @@ def test_train_and_compare_from_a_notebook(tmp_path: Path) -> None:
     assert text.startswith("30 of 30 samples seen")
 
 
-def checked_steps(world: World, strategy: str) -> list[int]:
+def list_compared_steps(world: World, strategy: str) -> list[int]:
     """Train in a user's loop, and return the steps that were compared with one worker's."""
     model = make_mlp()
     optimizer = make_momentum_sgd(model.parameters())
@@ -911,7 +919,7 @@ def test_a_loop_of_ones_own_compares_later_steps(pool: Launcher, strategy: str) 
 
     Earlier, only the loss was compared after the first step. For a divided model, nothing was.
     """
-    assert pool.run(checked_steps, strategy, size=2) == [[0, 1, 3, 5, 7]] * 2
+    assert pool.run(list_compared_steps, strategy, size=2) == [[0, 1, 3, 5, 7]] * 2
 
 
 # ---- the folder of checkpoints -----------------------------------------------------------------

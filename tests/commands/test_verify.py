@@ -64,14 +64,14 @@ BUILT_IN = (
 )
 
 
-def verified(*words: str, code: int = 0) -> str:
+def run_verify(*words: str, code: int = 0) -> str:
     result = CliRunner().invoke(app, ["verify", *words])
     assert result.exit_code == code, result.output
     return result.stdout
 
 
 def test_certificate_of_an_equal_training(tmp_path: Path) -> None:
-    text = verified("digits", "--strategy", "data(2, reduce=ring)", "--runs", str(tmp_path))
+    text = run_verify("digits", "--strategy", "data(2, reduce=ring)", "--runs", str(tmp_path))
     assert "same training as serial: yes (bound 1e-10, float64)" in text
     path = Path(text.split("certificate: ")[1].strip())
     told = json.loads(path.read_text())
@@ -91,14 +91,16 @@ def test_certificate_of_an_equal_training(tmp_path: Path) -> None:
         None,
     )
     again = json.loads(
-        verified(
+        run_verify(
             "digits", "--strategy", "data(3, shares=[3, 1, 1])", "--runs", str(tmp_path), "--json"
         )
     )
     # the digest is of the job, so it is the same for every strategy
     assert again["digest"] == told["digest"]
     other = json.loads(
-        verified("digits", "--strategy", "serial", "--seed", "1", "--runs", str(tmp_path), "--json")
+        run_verify(
+            "digits", "--strategy", "serial", "--seed", "1", "--runs", str(tmp_path), "--json"
+        )
     )
     assert other["digest"] != told["digest"]
 
@@ -114,11 +116,11 @@ def test_planted_bug_is_named(bug: str, tmp_path: Path) -> None:
         "--inject-fault",
         bug,
     )
-    text = verified(*words, code=1)
+    text = run_verify(*words, code=1)
     assert "same training as serial: NO" in text
     assert "step 0" in text
     assert "tensor " in text
-    told = json.loads(verified(*words, "--json", code=1))
+    told = json.loads(run_verify(*words, "--json", code=1))
     assert not told["same"]
     assert told["sabotage"] == bug
     if bug == "skip_chunk":
@@ -150,7 +152,9 @@ def test_failed_run_has_no_verdict(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def one_cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+def make_one_cycle_scheduler(
+    optimizer: torch.optim.Optimizer,
+) -> torch.optim.lr_scheduler.LRScheduler:
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=3)
 
 
@@ -166,7 +170,9 @@ def test_scheduler_that_ends_with_the_job(tmp_path: Path) -> None:
         r"with these \(a scheduler\), give it more epochs",
     ):
         pg.verify(
-            make_job("cycle", make_mlp, VECTORS, batch=12, epochs=1, scheduler=one_cycle),
+            make_job(
+                "cycle", make_mlp, VECTORS, batch=12, epochs=1, scheduler=make_one_cycle_scheduler
+            ),
             "data(2)",
             runs=tmp_path,
         )
@@ -295,7 +301,7 @@ def test_certificate_names_its_reference(tmp_path: Path) -> None:
     Batch norm depends on micro-batches, so there data(2, micro=2) is compared with
     serial(micro=2).
     """
-    text = verified("digits", "--strategy", "data(2, micro=2)", "--runs", str(tmp_path))
+    text = run_verify("digits", "--strategy", "data(2, micro=2)", "--runs", str(tmp_path))
     assert "same training as serial: yes" in text
     assert (
         pg.verify(JOBS["cnn with batch norm"], "data(2, micro=2)", runs=tmp_path).reference

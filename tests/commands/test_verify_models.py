@@ -49,11 +49,11 @@ pytestmark = [pytest.mark.processes, pytest.mark.story]
 PLAIN = TensorDataset(draw_numbers(24, 10, seed=1), draw_integers(4, 24, seed=2))
 
 
-def verified(job: Job, strategy: str, folder: Path, **more: str) -> Certificate:
+def verify_job(job: Job, strategy: str, folder: Path, **more: str) -> Certificate:
     return pg.verify(job, strategy, runs=folder, **more)  # type: ignore[arg-type]
 
 
-def ignoring(data: TensorDataset, *ignored: int) -> TensorDataset:
+def ignore_targets(data: TensorDataset, *ignored: int) -> TensorDataset:
     inputs = data.tensors[0]
     targets = data.tensors[1].clone()
     targets[list(ignored)] = -100
@@ -67,8 +67,8 @@ def test_mean_of_means_with_micro_batches_is_found(strategy: str, tmp_path: Path
     Earlier, the reference ran the same micro-batches, so it had the same wrong weights.
     serial(micro=3) was its own reference, and was certified.
     """
-    found = verified(
-        make_job("hidden", make_mlp, ignoring(PLAIN, 13, 14), loss=compute_untraced_loss),
+    found = verify_job(
+        make_job("hidden", make_mlp, ignore_targets(PLAIN, 13, 14), loss=compute_untraced_loss),
         strategy,
         tmp_path,
     )
@@ -76,7 +76,9 @@ def test_mean_of_means_with_micro_batches_is_found(strategy: str, tmp_path: Path
     assert found.reference == "serial"
     assert found.first is not None
     assert found.first[0].startswith("gradient of")
-    assert verified(make_job("shown", make_mlp, ignoring(PLAIN, 13, 14)), strategy, tmp_path).same
+    assert verify_job(
+        make_job("shown", make_mlp, ignore_targets(PLAIN, 13, 14)), strategy, tmp_path
+    ).same
 
 
 def test_reference_of_batch_norm_has_checked_weights(tmp_path: Path) -> None:
@@ -85,18 +87,24 @@ def test_reference_of_batch_norm_has_checked_weights(tmp_path: Path) -> None:
     Batch norm requires that the reference runs the same micro-batches. Earlier, it also had their
     wrong weights.
     """
-    found = verified(
+    found = verify_job(
         make_job(
-            "hidden", make_batch_norm_cnn, ignoring(IMAGES, 13, 14), loss=compute_untraced_loss
+            "hidden",
+            make_batch_norm_cnn,
+            ignore_targets(IMAGES, 13, 14),
+            loss=compute_untraced_loss,
         ),
         "data(2, micro=2)",
         tmp_path,
     )
     assert found.reference == "serial(micro=2)"
     assert not found.same
-    found = verified(
+    found = verify_job(
         make_job(
-            "hidden", make_batch_norm_cnn, ignoring(IMAGES, 13, 14), loss=compute_untraced_loss
+            "hidden",
+            make_batch_norm_cnn,
+            ignore_targets(IMAGES, 13, 14),
+            loss=compute_untraced_loss,
         ),
         "serial(micro=2)",
         tmp_path,
@@ -104,7 +112,7 @@ def test_reference_of_batch_norm_has_checked_weights(tmp_path: Path) -> None:
     assert not found.same
     assert found.first is not None
     assert found.first[0] == "gradient of 0.weight"
-    assert verified(
+    assert verify_job(
         make_job("shown", make_batch_norm_cnn, IMAGES), "data(2, micro=2)", tmp_path
     ).same
 
@@ -117,9 +125,9 @@ def test_ignored_targets_in_one_batch_of_forty_are_found(tmp_path: Path) -> None
     vectors = TensorDataset(draw_numbers(480, 10, seed=1), draw_integers(4, 480, seed=2))
     plain = make_job("rare", make_mlp, vectors, loss=compute_untraced_loss)
     late = plain.make_order(range(480)).get_indices(0, range(360, 363))
-    found = verified(plain.replace(train=ignoring(vectors, *late)), "data(2)", tmp_path)
+    found = verify_job(plain.replace(train=ignore_targets(vectors, *late)), "data(2)", tmp_path)
     assert not found.same
-    assert verified(plain, "data(2)", tmp_path).same
+    assert verify_job(plain, "data(2)", tmp_path).same
 
 
 class Counting(nn.Module):
@@ -147,10 +155,10 @@ def test_share_counter_with_a_causal_mask_is_found(mask: float | None, tmp_path:
     mask of -inf or -1e30, everything counted as equal.
     """
     counting = make_job("counting", lambda: Counting(make_mlp, mask), PLAIN)
-    found = verified(counting, "data(2)", tmp_path)
+    found = verify_job(counting, "data(2)", tmp_path)
     assert found.first == ("seen", 0)
     assert "the buffer counts what a share has" in (found.cause or "")
-    assert verified(counting, "serial", tmp_path).same
+    assert verify_job(counting, "serial", tmp_path).same
 
 
 def test_share_counter_with_batch_norm_and_adam_is_found(tmp_path: Path) -> None:
@@ -159,7 +167,7 @@ def test_share_counter_with_batch_norm_and_adam_is_found(tmp_path: Path) -> None
     Earlier, no buffer of such a model was compared, because of the running mean.
     """
     data = TensorDataset(draw_numbers(24, 2, 8, 8, seed=3), draw_integers(4, 24, seed=4))
-    found = verified(
+    found = verify_job(
         make_job("counting", lambda: Counting(make_batch_norm_cnn), data, optimizer=make_adam),
         "data(2)",
         tmp_path,
@@ -187,7 +195,7 @@ class Block(nn.Module):
         return torch.relu(self.path(x) + self.past(x))
 
 
-def resnet() -> nn.Module:
+def make_resnet() -> nn.Module:
     """Return a small ResNet-18: a chain of batch norms, in which images shrink to one pixel."""
     return nn.Sequential(
         nn.Conv2d(3, 4, 3, 2, 1, bias=False),
@@ -206,7 +214,7 @@ def resnet() -> nn.Module:
 
 
 PICTURES = TensorDataset(draw_numbers(26, 3, 16, 16, seed=1), draw_integers(10, 26, seed=2))
-CHAOTIC = make_job("chaotic", resnet, PICTURES, batch=8, optimizer=make_momentum_sgd)
+CHAOTIC = make_job("chaotic", make_resnet, PICTURES, batch=8, optimizer=make_momentum_sgd)
 
 
 @pytest.mark.table
@@ -217,7 +225,7 @@ def test_chaotic_model_is_distinguished_from_a_wrong_one(tmp_path: Path) -> None
     ResNet-18 the difference is 22. Plain torch with reversed samples differs from itself by 2.6.
     Earlier, verify called it another training.
     """
-    found = verified(CHAOTIC, "data(2, micro=2)", tmp_path)
+    found = verify_job(CHAOTIC, "data(2, micro=2)", tmp_path)
     assert found.same
     assert found.difference is not None
     assert found.difference > 1e-10
@@ -249,7 +257,7 @@ def test_first_steps_of_a_chaotic_model_name_the_error(
     """
     # the last batch has 4 samples
     pictures = TensorDataset(draw_numbers(28, 3, 16, 16, seed=1), draw_integers(10, 28, seed=2))
-    found = verified(
+    found = verify_job(
         CHAOTIC.replace(train=pictures),
         strategy,
         tmp_path,
@@ -279,7 +287,7 @@ def test_dependence_on_sample_order_is_not_chaos(tmp_path: Path) -> None:
     In such a model, a baseline with reversed samples differs from serial as much as a wrong
     strategy. So the wrong strategy would pass.
     """
-    found = verified(make_job("mixing", Mixing, VECTORS), "data(2)", tmp_path)
+    found = verify_job(make_job("mixing", Mixing, VECTORS), "data(2)", tmp_path)
     assert not found.same
     assert found.twin < 1e-10
 
@@ -299,7 +307,7 @@ class Cell(nn.Module):
 WEIGHTS = torch.tensor([0.1, 1.0, 2.0, 0.5])
 
 
-def weighted(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+def compute_weighted_loss(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return functional.cross_entropy(output, target, weight=WEIGHTS, reduction="sum"), WEIGHTS[
         target
     ].sum()
@@ -310,7 +318,9 @@ def weighted(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     "strategy", ["data(2)", "data(3, reduce=ring, shares=[2, 1, 1], micro=2)", "serial(micro=3)"]
 )
 @pytest.mark.parametrize(
-    "changes", [{"model": Cell}, {"model": make_mlp, "loss": weighted}], ids=("model", "loss")
+    "changes",
+    [{"model": Cell}, {"model": make_mlp, "loss": compute_weighted_loss}],
+    ids=("model", "loss"),
 )
 def test_float32_constants_are_compared_in_float32(
     changes: dict, strategy: str, tmp_path: Path
@@ -319,7 +329,7 @@ def test_float32_constants_are_compared_in_float32(
 
     Earlier, verify ended with a traceback: "expected m1 and m2 to have the same dtype".
     """
-    found = verified(make_job("constants", data=VECTORS, **changes), strategy, tmp_path)
+    found = verify_job(make_job("constants", data=VECTORS, **changes), strategy, tmp_path)
     assert found.same, found
     assert found.dtype == "float32"
     assert found.why is not None
@@ -328,8 +338,8 @@ def test_float32_constants_are_compared_in_float32(
 
 
 def test_wrong_weight_is_found_in_float32(tmp_path: Path) -> None:
-    found = verified(
-        make_job("constants", Cell, ignoring(PLAIN, 13, 14), loss=compute_untraced_loss),
+    found = verify_job(
+        make_job("constants", Cell, ignore_targets(PLAIN, 13, 14), loss=compute_untraced_loss),
         "data(2)",
         tmp_path,
     )
@@ -357,16 +367,16 @@ def test_informative_batches_come_first_and_once() -> None:
         for index, length in enumerate(lengths)
     ]
 
-    def padded(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    def pad_samples(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         return nn.utils.rnn.pad_sequence([x for x, _ in samples], batch_first=True), torch.stack(
             [y for _, y in samples]
         )
 
-    places = select_compared_batches(Samples(lines, 3, padded), order, 20, Division((1, 1)))
+    places = select_compared_batches(Samples(lines, 3, pad_samples), order, 20, Division((1, 1)))
     assert len(places) == len(set(places)) == 20
     assert places[0] == (0, batches[0])
     assert {(0, batch) for batch in (long, short, bare, batches[-1])} < set(places[:7])
-    assert select_compared_batches(Samples(lines, 3, padded), order, 43, Division((1, 1)))[
+    assert select_compared_batches(Samples(lines, 3, pad_samples), order, 43, Division((1, 1)))[
         38:42
     ] == [
         (0, batches[38]),
@@ -374,7 +384,10 @@ def test_informative_batches_come_first_and_once() -> None:
         (1, batches[0]),
         (1, batches[1]),
     ]
-    assert len(select_compared_batches(Samples(lines, 3, padded), order, 1, Division((1, 1)))) == 1
+    assert (
+        len(select_compared_batches(Samples(lines, 3, pad_samples), order, 1, Division((1, 1))))
+        == 1
+    )
 
 
 def test_non_finite_values_must_match_and_set_no_scale() -> None:

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.pure
 LABELS = numpy.arange(600) % 10
 
 
-def rounds(samples: int = 29, clients: int = 5, **changes: object) -> ClientRounds:
+def make_rounds(samples: int = 29, clients: int = 5, **changes: object) -> ClientRounds:
     given = {"workers": 2, "clients_per_round": 2, "passes": 2, "epochs": 3}
     return ClientRounds(
         assign_samples(samples, clients, 7), SampleOrder(samples, 4, 7), **{**given, **changes}
@@ -51,7 +51,7 @@ def test_every_sample_has_one_client(
     assert all(map(numpy.array_equal, found, again))
 
 
-def classes(alpha: float | None) -> float:
+def count_classes(alpha: float | None) -> float:
     """Count the classes that make up at least a tenth of a client's samples.
 
     Return the mean over the clients. There are ten classes.
@@ -63,8 +63,8 @@ def classes(alpha: float | None) -> float:
 
 
 def test_a_small_alpha_leaves_a_client_few_classes() -> None:
-    assert classes(0.01) < 2.5 < classes(1.0) < classes(1e5)
-    assert classes(None) > 5
+    assert count_classes(0.01) < 2.5 < count_classes(1.0) < count_classes(1e5)
+    assert count_classes(None) > 5
     assert (
         assign_samples(600, 10, 3, LABELS, 1.0)[0].tolist()
         != assign_samples(600, 10, 4, LABELS, 1.0)[0].tolist()
@@ -87,34 +87,34 @@ def test_class_mix_with_underflow_is_drawn() -> None:
 
 
 def test_fraction_selects_at_least_one_client() -> None:
-    found = rounds()
+    found = make_rounds()
     assert Federated(2, clients=5, fraction=0.4).clients_per_round == found.clients_per_round == 2
     assert all(len(set(found.choose_clients(number))) == 2 for number in range(20))
     assert {client for number in range(20) for client in found.choose_clients(number)} == set(
         range(5)
     )
     assert [found.choose_clients(number) for number in range(5)] == [
-        rounds(workers=1).choose_clients(number) for number in range(5)
+        make_rounds(workers=1).choose_clients(number) for number in range(5)
     ]
     assert Federated(2, clients=5, fraction=1e-9).clients_per_round == 1
     taking = Federated(2, clients=5, fraction=1.0).clients_per_round
-    assert rounds(clients_per_round=taking).choose_clients(3) == [0, 1, 2, 3, 4]
+    assert make_rounds(clients_per_round=taking).choose_clients(3) == [0, 1, 2, 3, 4]
 
 
 def test_rounds_cover_the_epochs() -> None:
     # 2 of 5 clients take their samples twice: a round is 4/5 of an epoch, which has 8 steps
-    found = rounds()
+    found = make_rounds()
     assert found.count == 4
     assert [found.count_serial_steps(number) for number in range(5)] == [0, 6, 12, 19, 24]
     assert [found.count_finished_rounds(step) for step in (0, 1, 6, 7, 24)] == [0, 1, 1, 2, 4]
-    assert rounds(epochs=0).count == 0
-    longer = rounds(requested_rounds=10)
+    assert make_rounds(epochs=0).count == 0
+    longer = make_rounds(requested_rounds=10)
     assert longer.count == 10
     assert longer.count_serial_steps(10) == 64
 
 
 def test_rows_and_steps_of_a_round_follow_client_order() -> None:
-    found = rounds()
+    found = make_rounds()
     for number in range(found.count):
         parts = found.plan_turns(number)
         pieces = [piece for part in parts for piece in found.iterate_client_batches(part, number)]
@@ -139,7 +139,7 @@ def test_rows_and_steps_of_a_round_follow_client_order() -> None:
 
 
 def test_single_client_has_the_dataset_order() -> None:
-    found = rounds(clients=1, workers=1, clients_per_round=1, passes=1)
+    found = make_rounds(clients=1, workers=1, clients_per_round=1, passes=1)
     for number in range(3):
         (part,) = found.plan_turns(number)
         assert [
@@ -150,7 +150,7 @@ def test_single_client_has_the_dataset_order() -> None:
 
 
 def test_clients_are_assigned_evenly_and_stably() -> None:
-    found = rounds(samples=103, clients=10, workers=3, clients_per_round=4)
+    found = make_rounds(samples=103, clients=10, workers=3, clients_per_round=4)
     loads = [
         sum(
             len(samples)
@@ -160,7 +160,7 @@ def test_clients_are_assigned_evenly_and_stably() -> None:
         for worker in range(3)
     ]
     assert max(loads) - min(loads) <= 11
-    assert set(rounds(clients=3, workers=3).client_workers) == {0, 1, 2}
+    assert set(make_rounds(clients=3, workers=3).client_workers) == {0, 1, 2}
 
 
 class Named(list[dict[str, int]]):

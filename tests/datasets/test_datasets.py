@@ -69,7 +69,7 @@ PLAY = (
 )
 
 
-def idx(array: numpy.ndarray) -> bytes:
+def encode_idx(array: numpy.ndarray) -> bytes:
     """Return an array as the bytes of an IDX file."""
     header = bytes([0, 0, CODES[array.dtype.str[1:]], array.ndim]) + struct.pack(
         f">{array.ndim}I", *array.shape
@@ -77,21 +77,21 @@ def idx(array: numpy.ndarray) -> bytes:
     return header + array.astype(array.dtype.newbyteorder(">")).tobytes()
 
 
-def pixels(count: int, size: int = 28) -> numpy.ndarray:
+def make_pixels(count: int, size: int = 28) -> numpy.ndarray:
     return (
         (numpy.arange(count * size * size) * 7 % 256).astype(numpy.uint8).reshape(count, size, size)
     )
 
 
-def numbers(count: int) -> numpy.ndarray:
+def make_labels(count: int) -> numpy.ndarray:
     return (numpy.arange(count) % 10).astype(numpy.uint8)
 
 
 SMALL = {
-    "train-images-idx3-ubyte": idx(pixels(20)),
-    "train-labels-idx1-ubyte": idx(numbers(20)),
-    "t10k-images-idx3-ubyte": idx(pixels(7)),
-    "t10k-labels-idx1-ubyte": idx(numbers(7)),
+    "train-images-idx3-ubyte": encode_idx(make_pixels(20)),
+    "train-labels-idx1-ubyte": encode_idx(make_labels(20)),
+    "t10k-images-idx3-ubyte": encode_idx(make_pixels(7)),
+    "t10k-labels-idx1-ubyte": encode_idx(make_labels(7)),
 }
 
 
@@ -185,7 +185,7 @@ def server(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
         yield running
 
 
-def left(folder: Path) -> list[str]:
+def list_files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
 
 
@@ -253,7 +253,7 @@ def test_files_are_downloaded_once_and_cached(
     assert (
         capfd.readouterr().err == f"downloading {server.url}/a.gz\ndownloading {server.url}/b.txt\n"
     )
-    assert left(cache) == ["a.gz", "b.txt"]
+    assert list_files(cache) == ["a.gz", "b.txt"]
     assert locate_files("small", None) == found
     assert server.asked == ["a.gz", "b.txt"]
     assert capfd.readouterr().err == ""
@@ -331,7 +331,7 @@ def test_no_partial_file_stays(
     assert message in str(refusal.value)
     assert f"{server.url}/b.txt" in str(refusal.value)
     assert str(refusal.value).startswith("data set small: ")
-    assert left(cache) == (["a.gz"] if len(PUBLISHED_FILES["small"]) == 2 else [])
+    assert list_files(cache) == (["a.gz"] if len(PUBLISHED_FILES["small"]) == 2 else [])
 
 
 def test_missing_network_names_the_files_to_place(
@@ -352,7 +352,7 @@ def test_missing_network_names_the_files_to_place(
             r"each with or without \.gz, into a folder and give it with --data FOLDER",
         ):
             locate_files("small", None)
-    assert left(cache) == []
+    assert list_files(cache) == []
 
 
 def test_a_cache_that_cannot_be_written_is_refused(server: Server, cache: Path) -> None:
@@ -377,13 +377,13 @@ def test_missing_pooch_names_the_package(
 def test_every_element_type(tmp_path: Path, code: str, packed: bool) -> None:
     array = (numpy.arange(-12, 12).reshape(2, 3, 4) * (1.25 if code[0] == "f" else 7)).astype(code)
     path = tmp_path / "some"
-    path.write_bytes(gzip.compress(idx(array)) if packed else idx(array))
+    path.write_bytes(gzip.compress(encode_idx(array)) if packed else encode_idx(array))
     tensor = read_idx(path)
     assert torch.equal(tensor, torch.from_numpy(array))
     assert tensor.dtype == torch.from_numpy(array).dtype
 
 
-GOOD = idx(pixels(3))
+GOOD = encode_idx(make_pixels(3))
 
 
 PACKED = gzip.compress(GOOD, mtime=0)
@@ -464,37 +464,37 @@ def test_unreadable_file_is_refused(tmp_path: Path) -> None:
     ("images", "labels", "message"),
     [
         (
-            numbers(5),
-            pixels(5),
+            make_labels(5),
+            make_pixels(5),
             "images has 1 dimension(s), 5, and images have 3; are images and labels swapped?",
         ),
         (
-            numbers(5),
-            numbers(5),
+            make_labels(5),
+            make_labels(5),
             "images has 1 dimension(s), 5, and images have 3; give the right file",
         ),
         (
-            pixels(5),
-            pixels(5),
+            make_pixels(5),
+            make_pixels(5),
             "labels has 3 dimension(s), 5 x 28 x 28, and labels have 1; give the right file",
         ),
         (
-            pixels(5).astype("i4"),
-            numbers(5),
+            make_pixels(5).astype("i4"),
+            make_labels(5),
             "images holds elements of torch.int32, and images are of type ubyte",
         ),
         (
-            pixels(5),
-            numbers(5).astype("f8"),
+            make_pixels(5),
+            make_labels(5).astype("f8"),
             "labels holds elements of torch.float64, and labels are of type ubyte",
         ),
         (
-            pixels(5),
-            numbers(4),
+            make_pixels(5),
+            make_labels(4),
             "images holds 5 images and {folder}/labels 4 labels; give two files of one set",
         ),
         (
-            pixels(5),
+            make_pixels(5),
             numpy.array([1, 9, 10, 47, 0], numpy.uint8),
             "labels: label 2 is 10, and the 10 classes are numbered",
         ),
@@ -503,8 +503,8 @@ def test_unreadable_file_is_refused(tmp_path: Path) -> None:
 def test_images_and_labels_are_checked_against_each_other(
     tmp_path: Path, images: numpy.ndarray, labels: numpy.ndarray, message: str
 ) -> None:
-    (tmp_path / "images").write_bytes(idx(images))
-    (tmp_path / "labels").write_bytes(idx(labels))
+    (tmp_path / "images").write_bytes(encode_idx(images))
+    (tmp_path / "labels").write_bytes(encode_idx(labels))
     with pytest.raises(Refused) as refusal:
         read_labelled_images(tmp_path / "images", tmp_path / "labels")
     assert message.format(folder=tmp_path) in str(refusal.value)
@@ -518,7 +518,9 @@ def test_a_batch_of_mnist(small: Path) -> None:
     assert images.dtype == torch.float32
     assert labels.tolist() == [3, 0, 3]
     assert labels.dtype == torch.int64
-    expected = (torch.from_numpy(pixels(20)[[3, 0, 13]]).double() / 255 - MEAN) / STANDARD_DEVIATION
+    expected = (
+        torch.from_numpy(make_pixels(20)[[3, 0, 13]]).double() / 255 - MEAN
+    ) / STANDARD_DEVIATION
     assert torch.allclose(images[:, 0].double(), expected, atol=1e-6)
     assert dataset[3][0].shape == (1, 28, 28)
     assert torch.equal(dataset[3][0], images[0])
@@ -549,7 +551,7 @@ def test_mnist_can_be_copied(small: Path, copied: Callable[[object], object]) ->
 
 
 def test_images_of_another_size_are_refused(small: Path) -> None:
-    (small / "train-images-idx3-ubyte").write_bytes(idx(pixels(20, size=32)))
+    (small / "train-images-idx3-ubyte").write_bytes(encode_idx(make_pixels(20, size=32)))
     with pytest.raises(
         Refused, match=r"train-images-idx3-ubyte holds images of 32x32 pixels; give images of 28x28"
     ):
@@ -578,7 +580,7 @@ def test_the_real_mnist(data: Path) -> None:
 
 
 # ---- text ------------------------------------------------------------------------------------
-def plain(sample: torch.Tensor) -> str:
+def decode_text(sample: torch.Tensor) -> str:
     return "".join(CHARACTERS[number] for number in sample)
 
 
@@ -591,12 +593,12 @@ def test_characters_are_sorted_and_65() -> None:
 def test_sample_is_a_speech(tmp_path: Path) -> None:
     text = "A:\nOne line.\n\nB:\nTwo\nlines.\n\n\nX\n\nYou\n" + "\n" * 600 + "C:\nThe rest.\n"
     (tmp_path / "input.txt").write_text(text, newline="")
-    assert [plain(sample) for sample in load_speeches(tmp_path, True, 100).samples] == [
+    assert [decode_text(sample) for sample in load_speeches(tmp_path, True, 100).samples] == [
         "A:\nOne line.",
         "B:\nTwo\nlines.",
         "You",
     ]
-    assert [plain(sample) for sample in load_speeches(tmp_path, True, 5).samples] == [
+    assert [decode_text(sample) for sample in load_speeches(tmp_path, True, 5).samples] == [
         "A:\nOne",
         "B:\nTwo",
         "You",
@@ -608,10 +610,10 @@ def test_split_is_by_the_start_of_a_speech(tmp_path: Path) -> None:
     # the text has 98 characters, and speeches begin at 0, 10, ... 90
     text = "\n\n".join([f"{character * 8}" for character in "abcdefghij"])
     (tmp_path / "input.txt").write_text(text)
-    assert [plain(sample)[0] for sample in load_speeches(tmp_path, True, 8).samples] == list(
+    assert [decode_text(sample)[0] for sample in load_speeches(tmp_path, True, 8).samples] == list(
         "abcdefghi"
     )
-    assert [plain(sample)[0] for sample in load_speeches(tmp_path, False, 8).samples] == ["j"]
+    assert [decode_text(sample)[0] for sample in load_speeches(tmp_path, False, 8).samples] == ["j"]
 
 
 @pytest.mark.parametrize(
@@ -683,7 +685,7 @@ def test_the_real_text(data: Path) -> None:
     train = load_speeches(data, True, 128)
     rest = load_speeches(data, False, 128)
     assert (len(train), len(rest)) == (6283, 939)
-    assert plain(train[0]) == "First Citizen:\nBefore we proceed any further, hear me speak."
+    assert decode_text(train[0]) == "First Citizen:\nBefore we proceed any further, hear me speak."
     assert {len(sample) for sample in train.samples} == set(
         range(min(map(len, train.samples)), 130)
     )
@@ -696,10 +698,12 @@ def test_windows_of_the_text(small: Path) -> None:
     train = load_windows(small, True, 20)
     rest = load_windows(small, False, 20)
     assert len(train) == (int(0.9 * len(PLAY)) - 1) // 20 > len(rest) > 0
-    pairs = [(plain(x), plain(y)) for x, y in (train[index] for index in range(len(train)))]
+    pairs = [
+        (decode_text(x), decode_text(y)) for x, y in (train[index] for index in range(len(train)))
+    ]
     assert "".join(x for x, _ in pairs) == PLAY[: 20 * len(train)]
     assert "".join(y for _, y in pairs) == PLAY[1 : 20 * len(train) + 1]
-    assert plain(train[-1][0]) == pairs[-1][0]
+    assert decode_text(train[-1][0]) == pairs[-1][0]
     with pytest.raises(IndexError):
         train[len(train)]
 

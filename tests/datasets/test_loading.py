@@ -66,7 +66,7 @@ class Augmented(Dataset):
         return noise + index, index % 4
 
 
-def drawn(
+def load_augmented(
     seed: int = 0,
     epoch: int = 0,
     batches: tuple[tuple[int, ...], ...] = ((3, 1), (2,)),
@@ -81,11 +81,11 @@ def drawn(
 
 
 def test_sample_draws_by_seed_epoch_and_index() -> None:
-    first = torch.cat(drawn())
-    assert torch.equal(first, torch.cat(drawn(batches=((3,), (1, 2)))))
-    assert torch.equal(first[1:], torch.cat(drawn(batches=((1,), (2,)))))
-    assert not torch.equal(first, torch.cat(drawn(seed=1)))
-    assert not torch.equal(first, torch.cat(drawn(epoch=1)))
+    first = torch.cat(load_augmented())
+    assert torch.equal(first, torch.cat(load_augmented(batches=((3,), (1, 2)))))
+    assert torch.equal(first[1:], torch.cat(load_augmented(batches=((1,), (2,)))))
+    assert not torch.equal(first, torch.cat(load_augmented(seed=1)))
+    assert not torch.equal(first, torch.cat(load_augmented(epoch=1)))
 
 
 @pytest.mark.parametrize(("loaders", "most"), [(0, 1), (1, 3)])
@@ -97,7 +97,7 @@ def test_batch_order_is_computed_lazily(loaders: int, most: int) -> None:
     """
     made: list[int] = []
 
-    def batches() -> Iterator[Batch]:
+    def make_batches() -> Iterator[Batch]:
         for step in range(20):
             made.append(step)
             yield make_rank_batch(
@@ -105,7 +105,7 @@ def test_batch_order_is_computed_lazily(loaders: int, most: int) -> None:
             )
 
     given = BatchFeed(StepLog(None), CPU, None).iterate_batches(
-        Samples(Augmented()), batches(), loaders
+        Samples(Augmented()), make_batches(), loaders
     )
     next(given)
     assert len(made) <= most  # each loader fetches two batches ahead
@@ -117,7 +117,9 @@ def test_batch_order_is_computed_lazily(loaders: int, most: int) -> None:
 def test_loaders_give_the_same_numbers_in_the_same_order(loaders: int) -> None:
     batches = tuple((start, start + 1) for start in range(0, 40, 2))
     for ours, theirs in zip(
-        drawn(batches=batches), drawn(batches=batches, loaders=loaders), strict=True
+        load_augmented(batches=batches),
+        load_augmented(batches=batches, loaders=loaders),
+        strict=True,
     ):
         assert torch.equal(ours, theirs)
 
@@ -125,7 +127,7 @@ def test_loaders_give_the_same_numbers_in_the_same_order(loaders: int) -> None:
 @pytest.mark.parametrize("loaders", [0, 2])
 def test_global_generators_stay_unchanged(loaders: int) -> None:
     before = torch.get_rng_state(), numpy.random.get_state()[1].copy(), random.getstate()
-    drawn(loaders=loaders)
+    load_augmented(loaders=loaders)
     assert torch.equal(before[0], torch.get_rng_state())
     assert (before[1] == numpy.random.get_state()[1]).all()  # type: ignore[index]
     assert before[2] == random.getstate()
@@ -238,10 +240,10 @@ def test_model_call_by_batch_type() -> None:
 
 
 def test_random_collate_with_a_batched_dataset() -> None:
-    def mixing(samples: list[tuple[Tensor, Tensor]]) -> Tensor:
+    def mix_samples(samples: list[tuple[Tensor, Tensor]]) -> Tensor:
         return torch.stack([x for x, _ in samples]) + torch.rand(1)
 
-    samples = Samples(VECTORS, 3, mixing)
+    samples = Samples(VECTORS, 3, mix_samples)
     assert torch.equal(samples[0, [4, 5]] - samples[0, [4]], samples[0, [4, 5]] - samples[0, [4]])
     assert torch.equal(samples[0, [4, 5]][:1], samples[0, [4]])
     assert not torch.equal(samples[1, [4]], samples[0, [4]])
@@ -314,7 +316,7 @@ def test_metric_is_called_at_start(found: object, told: str) -> None:
     )
 
 
-def mean_of_correct(output: torch.Tensor, target: torch.Tensor) -> tuple[float, int]:
+def compute_mean_accuracy(output: torch.Tensor, target: torch.Tensor) -> tuple[float, int]:
     return float((output.argmax(1) == target).float().mean()), 1
 
 
@@ -327,7 +329,7 @@ def test_a_metric_that_does_not_add_up_is_refused(weight: int) -> None:
     """
     job = JOBS["mlp"].replace(
         test=VECTORS,
-        metric=lambda output, target: (mean_of_correct(output, target)[0] + 1, weight),
+        metric=lambda output, target: (compute_mean_accuracy(output, target)[0] + 1, weight),
     )
     with pytest.raises(pg.Refused, match="does not add up: it returned"):
         inspect_job(job)
@@ -361,7 +363,7 @@ class Views(torch.utils.data.Dataset[Any]):
         }
 
 
-def as_drawn(drawn: list[Any]) -> Any:
+def collate_samples(drawn: list[Any]) -> Any:
     return drawn[0] if len(drawn) == 1 else torch.utils.data.default_collate(drawn)
 
 
@@ -372,11 +374,11 @@ def test_loader_batches_use_anonymous_shared_memory() -> None:
     moment (1 of 300 kills).
     """
     keys = [(0, [3]), (0, [0, 1, 5])]
-    samples = Samples(Views(), collate=as_drawn)
+    samples = Samples(Views(), collate=collate_samples)
     assert SharedBatch(samples[keys[0]]).region.size < 3 * 8 * 1024, (
         "of a large tensor the parts alone"
     )
-    before = memory_files()
+    before = count_memory_files()
     for ours, theirs in zip(
         load_batches(samples, keys), load_batches(samples, keys, 1), strict=True
     ):
@@ -387,10 +389,10 @@ def test_loader_batches_use_anonymous_shared_memory() -> None:
             assert not torch.as_tensor(theirs[name]).is_shared()
         theirs["part"].add_(1.0)  # the receiver of a batch may change it
     del theirs
-    assert memory_files() == before
+    assert count_memory_files() == before
 
 
-def memory_files() -> int:
+def count_memory_files() -> int:
     """Count the descriptors of this process for shared memory without a name."""
     places = [f"/proc/self/fd/{each}" for each in os.listdir("/proc/self/fd")]
     return sum(

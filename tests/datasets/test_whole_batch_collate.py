@@ -32,7 +32,7 @@ OWN = "it changes the order of the samples"
 STRATEGIES = ("data(2)", "data(3, reduce=ring, shares=[2, 1, 1], micro=2)", "serial(micro=3)")
 
 
-def mixed_up(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def mix_samples(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Mix every sample with another one of its batch, by a weight drawn per batch (mixup)."""
     x, target = default_collate(samples)
     share = numpy.random.beta(0.4, 0.4)
@@ -41,7 +41,7 @@ def mixed_up(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return share * x + (1 - share) * x[other], share * both + (1 - share) * both[other]
 
 
-def masked(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def mask_inputs(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Set random entries to zero; draw from Python's generator and from torch's."""
     x, target = default_collate(samples)
     return x * (torch.rand_like(x) > 0.3) * random.choice([0.5, 1.0]), target
@@ -59,17 +59,17 @@ class Pooled(nn.Module):
         return self.out(self.embedding(tokens).mean(1))
 
 
-def padded(lines: list[Tensor]) -> tuple[Tensor, Tensor]:
+def pad_lines(lines: list[Tensor]) -> tuple[Tensor, Tensor]:
     return nn.utils.rnn.pad_sequence(lines, batch_first=True), torch.tensor(
         [int(line[0]) % 4 for line in lines]
     )
 
 
 DRAWING = {
-    "mixup": make_job("mixup", lambda: nn.Linear(10, 4), VECTORS, collate=mixed_up),
-    "masked": make_job("masked", lambda: nn.Linear(10, 4), VECTORS, collate=masked),
+    "mixup": make_job("mixup", lambda: nn.Linear(10, 4), VECTORS, collate=mix_samples),
+    "masked": make_job("masked", lambda: nn.Linear(10, 4), VECTORS, collate=mask_inputs),
 }
-PADDED = make_job("padded", Pooled, Lines(), collate=padded)
+PADDED = make_job("padded", Pooled, Lines(), collate=pad_lines)
 
 
 class Recurrent(nn.Module):
@@ -88,13 +88,13 @@ class Recurrent(nn.Module):
         return self.out(self.cell(packed)[1][0])
 
 
-def longest_first(lines: list[Tensor]) -> tuple[tuple[Tensor, Tensor], Tensor]:
+def sort_longest_first(lines: list[Tensor]) -> tuple[tuple[Tensor, Tensor], Tensor]:
     lines = sorted(lines, key=len, reverse=True)
-    tokens, target = padded(lines)
+    tokens, target = pad_lines(lines)
     return (tokens, torch.tensor(list(map(len, lines)))), target
 
 
-SORTED = make_job("sorted", Recurrent, Lines(), collate=longest_first)
+SORTED = make_job("sorted", Recurrent, Lines(), collate=sort_longest_first)
 
 
 @pytest.mark.sample(3)
@@ -134,16 +134,16 @@ def test_indivisible_batch_is_refused() -> None:
     A rank cannot take its part of such a batch.
     """
 
-    def time_first(lines: list[Tensor]) -> tuple[Tensor, Tensor]:
-        tokens, target = padded(lines)
+    def put_time_first(lines: list[Tensor]) -> tuple[Tensor, Tensor]:
+        tokens, target = pad_lines(lines)
         return tokens.T, target
 
-    class OfColumns(Pooled):
+    class ColumnModel(Pooled):
         def forward(self, tokens: Tensor) -> Tensor:
             return super().forward(tokens.T)
 
     with pytest.raises(pg.Refused, match="padded differently from the whole"):
-        validate_run(make_job("columns", OfColumns, Lines(), collate=time_first), "data(2)")
+        validate_run(make_job("columns", ColumnModel, Lines(), collate=put_time_first), "data(2)")
 
 
 @pytest.mark.sample(2)
@@ -162,7 +162,7 @@ def test_collate_with_a_sample_order(strategy: str, tmp_path: Path) -> None:
     assert certificate.difference <= 1e-10
 
 
-def numbered(samples: list[float]) -> tuple[Tensor, Tensor]:
+def collate_numbers(samples: list[float]) -> tuple[Tensor, Tensor]:
     return torch.tensor(samples), torch.tensor(samples[0])  # one target for all samples
 
 
@@ -172,7 +172,7 @@ COLLATES: dict[str, tuple[Callable[[list[Any]], Any], list[Any], str | None]] = 
     "neighbours alike": (lambda samples: torch.tensor(sorted(samples)), [1.0] * 8 + [2.0] * 8, OWN),
     "one sample": (lambda samples: torch.tensor(sorted(samples)), [3.0], None),
     "no tensors": (sorted, [(3, 1), (1, 1)], OWN),
-    "in order": (numbered, [0.0, 1.0, 1.0, float("nan"), 2.0, 5.0], None),
+    "in order": (collate_numbers, [0.0, 1.0, 1.0, float("nan"), 2.0, 5.0], None),
     "fails backwards": (
         lambda samples: torch.tensor(samples) / math.sqrt(samples[-1] - samples[0]),
         [1.0, 2.0],
@@ -204,7 +204,7 @@ def test_collates_that_sort_are_detected(name: str) -> None:
     assert explain_whole_batch(Samples(data, 0, pg.WholeBatch(collate)), batch=12) is None
 
 
-def without_twos(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def drop_twos(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     x, target = zip(*[sample for sample in samples if sample[1] != 2], strict=True)
     return torch.stack(x), torch.stack(target)
 
@@ -216,9 +216,7 @@ def test_collate_that_fails_on_a_share(tmp_path: Path) -> None:
     only "not enough values to unpack (expected 2, got 0)".
     """
     vectors = TensorDataset(VECTORS.tensors[0], torch.where(torch.arange(29) % 2 == 0, 1, 2))
-    dropping = make_job(
-        "dropping", lambda: nn.Linear(10, 4), vectors, collate=without_twos, batch=2
-    )
+    dropping = make_job("dropping", lambda: nn.Linear(10, 4), vectors, collate=drop_twos, batch=2)
     with pytest.raises(
         pg.Refused,
         match=r"collate raised ValueError: not enough values .*given 1 of the batch's 2 samples\); "
@@ -235,7 +233,7 @@ def test_collate_that_fails_on_a_share(tmp_path: Path) -> None:
 
 
 def test_whole_batches_on_request() -> None:
-    made = PADDED.replace(collate=pg.WholeBatch(padded))
+    made = PADDED.replace(collate=pg.WholeBatch(pad_lines))
     assert inspect_job(made).whole_batch_reason is None
     samples = made.make_samples(Lines())
     everything = samples[0, [3, 4, 5, 6]]

@@ -24,7 +24,7 @@ FENCED = re.compile(
 )
 
 
-def imported(code: str) -> bool:
+def can_import(code: str) -> bool:
     return (
         subprocess.run(
             [sys.executable, "-c", code], capture_output=True, timeout=60, check=False
@@ -68,7 +68,7 @@ WANTS = {
         "mpirun is not installed (make system)",
     ),
     r"causal\.py": (
-        lambda: imported("from transformers import GPT2LMHeadModel"),
+        lambda: can_import("from transformers import GPT2LMHeadModel"),
         "transformers is not installed (make zoo), or torchvision's build is not torch's",
     ),
 }
@@ -99,7 +99,7 @@ LONG = {
 }  # in `make table`
 
 
-def told(page: Path) -> list[tuple[str, str]]:
+def list_steps(page: Path) -> list[tuple[str, str]]:
     """Return the files that a page shows, and its commands, in the order of the page.
 
     A file is a pair (name, text), and a command is a pair ("", command).
@@ -116,12 +116,13 @@ def told(page: Path) -> list[tuple[str, str]]:
     return steps
 
 
-def bare(command: str) -> str:
+def remove_comment(command: str) -> str:
     return re.sub(r"\s{2,}#.*", "", command)
 
 
-IN_EXAMPLES = {bare(line) for _, line in example_commands.COMMANDS}  # test_examples.py runs them
-COMMANDS = {page: [line for name, line in told(page) if not name] for page in PAGES}
+# test_examples.py runs them
+IN_EXAMPLES = {remove_comment(line) for _, line in example_commands.COMMANDS}
+COMMANDS = {page: [line for name, line in list_steps(page) if not name] for page in PAGES}
 
 
 @pytest.fixture
@@ -173,7 +174,7 @@ def test_page_commands_as_typed(page: Path, clone: Path) -> None:
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     }
     missed = set()
-    for name, text in told(page):
+    for name, text in list_steps(page):
         if name:
             (clone / name).write_text(text)
             continue
@@ -183,7 +184,7 @@ def test_page_commands_as_typed(page: Path, clone: Path) -> None:
         missed |= missing
         if (
             missing
-            or bare(text) in IN_EXAMPLES
+            or remove_comment(text) in IN_EXAMPLES
             or any(text.startswith(words) for words in ELSEWHERE)
         ):
             continue

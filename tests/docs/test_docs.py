@@ -95,7 +95,7 @@ def test_drawings_in_pages_are_those_of_the_command(
     The files are not compared, because another version of matplotlib may write other lines.
     """
 
-    def shown(file: Path) -> list[str]:
+    def read_labels(file: Path) -> list[str]:
         texts = [
             text
             for element in ElementTree.fromstring(file.read_text()).iter()
@@ -112,7 +112,7 @@ def test_drawings_in_pages_are_those_of_the_command(
         .exit_code
         == 0
     )
-    assert shown(ROOT / figure) == shown(tmp_path / "drawn.svg") != []
+    assert read_labels(ROOT / figure) == read_labels(tmp_path / "drawn.svg") != []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -158,7 +158,10 @@ def test_job_file_of_the_readme_trains(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "0 missed" in result.stdout
     model = next((tmp_path / "runs").iterdir()) / "model.safetensors"
-    assert ran("plain.py", tmp_path, sys.executable, "plain.py", str(model)) == "tensor([1, 0])\n"
+    assert (
+        run_readme_block("plain.py", tmp_path, sys.executable, "plain.py", str(model))
+        == "tensor([1, 0])\n"
+    )
 
 
 def test_dataset_of_your_data_page_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +199,7 @@ def test_every_field_of_a_job_has_a_table_row() -> None:
         assert eval(default or "MISSING", {"torch": torch, "MISSING": MISSING}) == field.default
 
 
-def ran(name: str, folder: Path, *words: str) -> str:
+def run_readme_block(name: str, folder: Path, *words: str) -> str:
     """Save a Python block of the README in a folder, run a command there, and return its output.
 
     The first line of the block is the name of the file.
@@ -216,7 +219,7 @@ def test_user_loop_of_the_readme_equals_serial_under_torchrun(tmp_path: Path) ->
     mine = re.search(r"```python\n# mine.py\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert mine is not None
     (tmp_path / "mine.py").write_text(mine.group(1))
-    alone = ran("own.py", tmp_path, sys.executable, "own.py").split()
+    alone = run_readme_block("own.py", tmp_path, sys.executable, "own.py").split()
     assert alone[:2] == ["0", "80"]
     words = [
         sys.executable,
@@ -232,7 +235,7 @@ def test_user_loop_of_the_readme_equals_serial_under_torchrun(tmp_path: Path) ->
         "logs",
         "own.py",
     ]
-    ran("own.py", tmp_path, *words)
+    run_readme_block("own.py", tmp_path, *words)
     printed = sorted(
         file.read_text().split() for file in (tmp_path / "logs").glob("*/*/*/stdout.log")
     )

@@ -118,13 +118,13 @@ class Instances(nn.Module):
         return self.out(x.relu().mean((2, 3)))
 
 
-def normed_mlp() -> nn.Module:
+def make_normed_mlp() -> nn.Module:
     return nn.Sequential(
         nn.Linear(10, 8), nn.BatchNorm1d(8, momentum=None), nn.Tanh(), nn.Linear(8, 4)
     )
 
 
-def pooled_cnn() -> nn.Module:
+def make_pooled_cnn() -> nn.Module:
     """Return a model whose batch norm sees 2 x 2 values per channel and sample."""
     return nn.Sequential(
         nn.Conv2d(2, 4, 3),
@@ -136,15 +136,15 @@ def pooled_cnn() -> nn.Module:
     )
 
 
-def recomputed() -> nn.Module:
+def build_recomputed() -> nn.Module:
     return Recomputed(reentrant=False)
 
 
-def recomputed_reentrant() -> nn.Module:
+def build_reentrant_recomputed() -> nn.Module:
     return Recomputed(reentrant=True)
 
 
-def timm_activated() -> nn.Module:
+def make_timm_activated_cnn() -> nn.Module:
     # a CPU build of torchvision may lack the operators that it registers for
     for name in ("nms", "qnms"):
         with contextlib.suppress(RuntimeError):
@@ -163,15 +163,15 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Dataset]] = {
     "a subclass with a forward of its own": (make_activated_norm_cnn, IMAGES),
     "SyncBatchNorm": (make_sync_batch_norm_cnn, IMAGES),
     "functional, by name": (Plain, VECTORS),
-    "recomputed": (recomputed, VECTORS),
-    "recomputed, reentrant": (recomputed_reentrant, VECTORS),
+    "recomputed": (build_recomputed, VECTORS),
+    "recomputed, reentrant": (build_reentrant_recomputed, VECTORS),
     "frozen": (Frozen, VECTORS),
-    "cumulative mean": (normed_mlp, VECTORS),
+    "cumulative mean": (make_normed_mlp, VECTORS),
     "instance norm and weights": (Instances, IMAGES),
 }
 
 
-def gentle(parameters: object) -> torch.optim.Optimizer:
+def make_gentle_sgd(parameters: object) -> torch.optim.Optimizer:
     """Return SGD with small steps.
 
     With larger steps, rounding on one processor grew to 1.3e-10 in twenty steps.
@@ -179,7 +179,7 @@ def gentle(parameters: object) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.02, momentum=0.9)  # type: ignore[arg-type]
 
 
-def same(job: Job, strategy: str, folder: Path) -> pg.Certificate:
+def verify_same(job: Job, strategy: str, folder: Path) -> pg.Certificate:
     certificate = pg.verify(job, strategy, runs=folder)
     assert certificate.same, certificate
     assert certificate.difference <= BOUND
@@ -199,7 +199,7 @@ def test_every_form_of_batch_norm_equals_serial(kind: str, strategy: str, tmp_pa
     the CPU. An instance norm would mix samples of two ranks.
     """
     model, data = KINDS[kind]
-    same(make_job(kind, model, data, optimizer=gentle), strategy, tmp_path)
+    verify_same(make_job(kind, model, data, optimizer=make_gentle_sgd), strategy, tmp_path)
 
 
 @pytest.mark.sample(3)
@@ -207,7 +207,7 @@ def test_every_form_of_batch_norm_equals_serial(kind: str, strategy: str, tmp_pa
 def test_timms_batch_norm_with_activation(strategy: str, tmp_path: Path) -> None:
     if importlib.util.find_spec("timm") is None:
         pytest.skip("timm is not installed (pip install timm)")
-    same(make_job("timm", timm_activated, IMAGES), strategy, tmp_path)
+    verify_same(make_job("timm", make_timm_activated_cnn, IMAGES), strategy, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -216,8 +216,8 @@ def test_timms_batch_norm_with_activation(strategy: str, tmp_path: Path) -> None
 def test_one_sample_per_share(strategy: str, batch: int, tmp_path: Path) -> None:
     """torch refuses one value per channel in training; over all ranks there are more values."""
     data = TensorDataset(*(tensor[:24] for tensor in IMAGES.tensors))
-    model = pooled_cnn if batch == 4 else make_batch_norm_cnn
-    same(make_job("one each", model, data, batch=batch), strategy, tmp_path)
+    model = make_pooled_cnn if batch == 4 else make_batch_norm_cnn
+    verify_same(make_job("one each", model, data, batch=batch), strategy, tmp_path)
 
 
 class ByHand(nn.BatchNorm2d):
@@ -243,7 +243,7 @@ class Stem(nn.Module):
         return self.out(torch.tanh(tokens + self.first(tokens)).mean(1))
 
 
-def by_hand() -> nn.Module:
+def build_stem_by_hand() -> nn.Module:
     return Stem(ByHand)
 
 
@@ -255,7 +255,9 @@ def test_one_image_with_a_transposed_gradient(strategy: str, tmp_path: Path) -> 
     """
     data = TensorDataset(*(tensor[:9] for tensor in IMAGES.tensors))
     # the reference sees the same micro-batches
-    model, alone = (Stem, "serial(micro=4)") if "micro" in strategy else (by_hand, "serial")
+    model, alone = (
+        (Stem, "serial(micro=4)") if "micro" in strategy else (build_stem_by_hand, "serial")
+    )
     expected = pg.train(
         make_job("by hand", model, data, batch=8, dtype=torch.float64), alone, runs=tmp_path
     ).model()
@@ -266,7 +268,7 @@ def test_one_image_with_a_transposed_gradient(strategy: str, tmp_path: Path) -> 
         assert torch.allclose(value, other, rtol=1e-9, atol=1e-12), name
 
 
-def built_in_eval() -> nn.Module:
+def build_in_eval() -> nn.Module:
     model = Kept()
     model.rest[1].eval()
     return model
@@ -309,7 +311,7 @@ def test_norm_that_train_keeps_in_eval_mode() -> None:
     model = make_job("kept", Kept, VECTORS).build_model()
     assert not model.frozen.training
     assert model.rest.training
-    assert not make_job("kept by a caller", built_in_eval, VECTORS).build_model().rest[1].training
+    assert not make_job("kept by a caller", build_in_eval, VECTORS).build_model().rest[1].training
     assert (
         not make_job("eval", lambda: nn.Sequential(nn.Linear(10, 4), nn.Dropout().eval()), VECTORS)
         .build_model()[1]
@@ -342,7 +344,7 @@ def test_batch_norm_functions_are_restored() -> None:
 
 
 def test_batch_of_one_sample_is_refused_as_by_torch() -> None:
-    found = make_job("norm", normed_mlp, VECTORS, batch=1)
+    found = make_job("norm", make_normed_mlp, VECTORS, batch=1)
     trainer = Trainer.build_for_job(World(), found, pg.strategy("serial"))
     with pytest.raises(StepFailed, match="Expected more than 1 value per channel when training"):
         trainer.step(*next(trainer.batches(found.train, 1, 0)))

@@ -24,7 +24,9 @@ MASKED = TensorDataset(
 )
 
 
-def masked(divisor: Callable[[Tensor], Tensor | int]) -> Callable[[Tensor, Tensor], Tensor]:
+def make_masked_loss(
+    divisor: Callable[[Tensor], Tensor | int],
+) -> Callable[[Tensor, Tensor], Tensor]:
     """Return a loss: the sum over samples that count, divided by a function of their number."""
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
@@ -34,7 +36,7 @@ def masked(divisor: Callable[[Tensor], Tensor | int]) -> Callable[[Tensor, Tenso
     return loss
 
 
-def refused(**changes: object) -> str:
+def read_refusal(**changes: object) -> str:
     with pytest.raises(Refused) as caught:
         validate_run(
             make_job("asked", **{"model": make_mlp, "data": VECTORS, **changes}), "data(2)"
@@ -49,7 +51,7 @@ def test_clamped_divisor_is_not_a_plain_sum() -> None:
     whole. Earlier, the loss was called a bare sum. The repair, the number of samples as the weight,
     is another training.
     """
-    message = refused(data=MASKED, loss=masked(lambda count: count.clamp(min=4)))
+    message = read_refusal(data=MASKED, loss=make_masked_loss(lambda count: count.clamp(min=4)))
     assert "which divide by 4 and 4 + 4; return the pair" in message
     assert "a constant is in each, or keeps it above 0" in message
     assert "bare sum" not in message
@@ -73,7 +75,7 @@ def test_constant_in_the_divisor_is_shown_in_numbers(
     Earlier, it was not visible: "1.24176 over a batch, 1.24176 from its parts, which divide by 3
     and 1 + 2".
     """
-    message = refused(data=MASKED, loss=masked(divisor))
+    message = read_refusal(data=MASKED, loss=make_masked_loss(divisor))
     assert numbers in message
     assert "a constant is in each" in message
     over, from_parts = message.split("samples: ")[1].split(" over a batch of 5, ")
@@ -81,11 +83,11 @@ def test_constant_in_the_divisor_is_shown_in_numbers(
 
 
 def test_function_of_a_mean_is_reported() -> None:
-    def focal(output: Tensor, target: Tensor) -> Tensor:
+    def compute_focal_loss(output: Tensor, target: Tensor) -> Tensor:
         mean = functional.cross_entropy(output, target)
         return (1 - torch.exp(-mean)) ** 2 * mean
 
-    assert "it is several means, or a function of a mean" in refused(loss=focal)
+    assert "it is several means, or a function of a mean" in read_refusal(loss=compute_focal_loss)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +98,7 @@ def test_function_of_a_mean_is_reported() -> None:
     ],
 )
 def test_plain_sum_is_reported(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
-    assert "a bare sum over the batch; return the mean" in refused(loss=loss)
+    assert "a bare sum over the batch; return the mean" in read_refusal(loss=loss)
 
 
 class Noisy(nn.Module):
@@ -126,7 +128,7 @@ class Drawn:
 )
 def test_private_generator_is_not_sample_mixing(changes: dict[str, object], name: str) -> None:
     """Earlier, the message was: the model mixes samples."""
-    message = refused(**changes)
+    message = read_refusal(**changes)
     assert (
         f"the random generator {name}, of the model's or the loss's own, draws for a batch"
         in message
@@ -137,12 +139,12 @@ def test_private_generator_is_not_sample_mixing(changes: dict[str, object], name
 def test_hidden_state_is_not_sample_mixing() -> None:
     calls = []
 
-    def counting(output: Tensor, target: Tensor) -> Tensor:
+    def compute_counting_loss(output: Tensor, target: Tensor) -> Tensor:
         calls.append(1)
         return functional.cross_entropy(output, target) * (1 + 0.1 * len(calls))
 
-    assert "the loss of the same samples is another number each time it is asked" in refused(
-        loss=counting
+    assert "the loss of the same samples is another number each time it is asked" in read_refusal(
+        loss=compute_counting_loss
     )
 
 
@@ -159,7 +161,7 @@ class Augmented(Dataset):
 
 
 def test_dataset_with_a_private_generator() -> None:
-    message = refused(data=Augmented())
+    message = read_refusal(data=Augmented())
     assert (
         "train gives other values each time it is asked for the same samples: dataset or collate "
         "keeps a state" in message

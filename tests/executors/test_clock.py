@@ -51,7 +51,7 @@ class Programs:
         return iter(self.programs[rank])
 
 
-def ends(
+def compute_ends(
     cluster: Cluster,
     *programs: tuple[Send | Recv | Compute, ...],
     length: int = 20,
@@ -63,27 +63,33 @@ def ends(
 
 
 def test_message_takes_alpha_and_beta() -> None:
-    assert ends(Cluster(LINK), (Send(1, 0),), (Recv(0, 0),)) == (0.0, 3.0 + 5.0)
-    assert ends(Cluster(LINK), (Send(1, 0, wait=True),), (Recv(0, 0),)) == (8.0, 8.0)
-    assert ends(Cluster(LINK), (Send(1, range(2)),), (Recv(0, range(2)),)) == (0.0, 3.0 + 10.0)
+    assert compute_ends(Cluster(LINK), (Send(1, 0),), (Recv(0, 0),)) == (0.0, 3.0 + 5.0)
+    assert compute_ends(Cluster(LINK), (Send(1, 0, wait=True),), (Recv(0, 0),)) == (8.0, 8.0)
+    assert compute_ends(Cluster(LINK), (Send(1, range(2)),), (Recv(0, range(2)),)) == (
+        0.0,
+        3.0 + 10.0,
+    )
 
 
 def test_addition_occupies_the_core() -> None:
-    assert ends(Cluster(LINK, 0.25), (Send(1, 0),), (Recv(0, 0, add=True),)) == (0.0, 8.0 + 2.5)
+    assert compute_ends(Cluster(LINK, 0.25), (Send(1, 0),), (Recv(0, 0, add=True),)) == (
+        0.0,
+        8.0 + 2.5,
+    )
 
 
 def test_flight_and_overhead() -> None:
     link = Link(3.0, 0.5, latency=1.0, overhead=0.5)
-    assert ends(Cluster(link), (Send(1, 0),), (Recv(0, 0),)) == (0.5, 0.5 + 8.0 + 1.0 + 0.5)
+    assert compute_ends(Cluster(link), (Send(1, 0),), (Recv(0, 0),)) == (0.5, 0.5 + 8.0 + 1.0 + 0.5)
 
 
 def test_messages_of_one_rank_are_sequential() -> None:
-    assert ends(Cluster(LINK), (Send(1, 0), Send(2, 1)), (Recv(0, 0),), (Recv(0, 1),)) == (
+    assert compute_ends(Cluster(LINK), (Send(1, 0), Send(2, 1)), (Recv(0, 0),), (Recv(0, 1),)) == (
         0.0,
         8.0,
         16.0,
     )
-    assert ends(Cluster(LINK), (Recv(1, 0), Recv(2, 1)), (Send(0, 0),), (Send(0, 1),)) == (
+    assert compute_ends(Cluster(LINK), (Recv(1, 0), Recv(2, 1)), (Send(0, 0),), (Send(0, 1),)) == (
         16.0,
         0.0,
         0.0,
@@ -92,7 +98,7 @@ def test_messages_of_one_rank_are_sequential() -> None:
 
 def test_both_directions_of_a_link_work_at_once() -> None:
     both = (Send(1, 0), Recv(1, 1)), (Send(0, 1), Recv(0, 0))
-    assert ends(Cluster(LINK), *both) == (8.0, 8.0)
+    assert compute_ends(Cluster(LINK), *both) == (8.0, 8.0)
 
 
 def test_expected_sender_goes_first() -> None:
@@ -101,7 +107,7 @@ def test_expected_sender_goes_first() -> None:
     So that message uses the link first.
     """
     programs = (Recv(2, 1), Send(1, 1), Recv(1, 0)), (Send(0, 0), Recv(0, 1)), (Send(0, 1),)
-    assert ends(Cluster(LINK), *programs) == (16.0, 16.0, 0.0)
+    assert compute_ends(Cluster(LINK), *programs) == (16.0, 16.0, 0.0)
 
 
 def test_slot_is_not_written_while_it_is_sent_in_the_clock() -> None:
@@ -110,7 +116,7 @@ def test_slot_is_not_written_while_it_is_sent_in_the_clock() -> None:
     Rank 0's send waits for rank 1, which is busy with rank 2. Meanwhile a message for the slot
     arrives.
     """
-    found = ends(
+    found = compute_ends(
         Cluster(LINK, 0.25),
         (Send(1, 0), Recv(2, 0, add=True)),
         (Recv(2, 1), Recv(0, 0)),
@@ -120,7 +126,7 @@ def test_slot_is_not_written_while_it_is_sent_in_the_clock() -> None:
 
 
 def test_rendezvous_starts_when_both_are_ready() -> None:
-    assert ends(
+    assert compute_ends(
         Cluster(LINK), (Send(1, 0, wait=True),), (Recv(2, 1), Recv(0, 0)), (Send(1, 1),)
     ) == (16.0, 16.0, 0.0)
 
@@ -128,28 +134,30 @@ def test_rendezvous_starts_when_both_are_ready() -> None:
 def test_ranks_of_a_host_share_its_external_link() -> None:
     cluster = Cluster(LINK, inside=Link(1.0, 0.0), group=2)
     across = (Send(2, 0),), (Send(3, 0),), (Recv(0, 0),), (Recv(1, 0),)
-    assert ends(cluster, *across) == (0.0, 0.0, 8.0, 16.0)
+    assert compute_ends(cluster, *across) == (0.0, 0.0, 8.0, 16.0)
     within = (Send(1, 0),), (Recv(0, 0),), (Send(3, 0),), (Recv(2, 0),)
-    assert ends(cluster, *within) == (0.0, 1.0, 0.0, 1.0)
+    assert compute_ends(cluster, *within) == (0.0, 1.0, 0.0, 1.0)
 
 
 def test_ranks_on_one_core_add_in_sequence() -> None:
     programs = (Send(1, 0), Recv(1, 0, add=True)), (Send(0, 0), Recv(0, 0, add=True))
-    assert ends(Cluster(LINK, 0.25), *programs) == (10.5, 10.5)
-    assert sorted(ends(Cluster(LINK, 0.25, sharing=2), *programs)) == [10.5, 13.0]
-    assert ends(Cluster(LINK, 0.25, sharing=2, cores=2), *programs) == (10.5, 10.5)
+    assert compute_ends(Cluster(LINK, 0.25), *programs) == (10.5, 10.5)
+    assert sorted(compute_ends(Cluster(LINK, 0.25, sharing=2), *programs)) == [10.5, 13.0]
+    assert compute_ends(Cluster(LINK, 0.25, sharing=2, cores=2), *programs) == (10.5, 10.5)
 
 
 def test_work_on_shared_cores_delays_messages() -> None:
     """Four ranks share one core; a byte needs half a second of its sender and of its receiver."""
     link = Link(0.0, 0.5, work=0.5)
     programs = (Send(1, 0),), (Recv(0, 0),), (Send(3, 0),), (Recv(2, 0),)
-    assert ends(Cluster(link), *programs) == (0.0, 5.0, 0.0, 5.0)
-    assert ends(Cluster(link, sharing=4), *programs) == (0.0, 10.0, 0.0, 20.0)
+    assert compute_ends(Cluster(link), *programs) == (0.0, 5.0, 0.0, 5.0)
+    assert compute_ends(Cluster(link, sharing=4), *programs) == (0.0, 10.0, 0.0, 20.0)
 
 
 def test_slow_rank_is_slow_at_everything() -> None:
-    assert ends(Cluster(LINK, 0.25, slow=((1, 2.0),)), (Send(1, 0),), (Recv(0, 0, add=True),)) == (
+    assert compute_ends(
+        Cluster(LINK, 0.25, slow=((1, 2.0),)), (Send(1, 0),), (Recv(0, 0, add=True),)
+    ) == (
         0.0,
         2 * (8.0 + 2.5),
     )
@@ -157,33 +165,36 @@ def test_slow_rank_is_slow_at_everything() -> None:
 
 def test_deadlocked_ranks_are_named() -> None:
     with pytest.raises(ScheduleError, match="rank 0 waits for ever"):
-        ends(Cluster(LINK), (Recv(1, 0), Send(1, 0)), (Recv(0, 0), Send(0, 0)))
+        compute_ends(Cluster(LINK), (Recv(1, 0), Send(1, 0)), (Recv(0, 0), Send(0, 0)))
     with pytest.raises(
         ScheduleError, match="rank 1 expects slot 1 from rank 0, which sends slot 0"
     ):
-        ends(Cluster(LINK), (Send(1, 0),), (Recv(0, 1),))
+        compute_ends(Cluster(LINK), (Send(1, 0),), (Recv(0, 1),))
 
 
 def test_compute_occupies_the_core_for_its_duration() -> None:
     programs = (Compute("F", 0), Send(1, 0)), (Recv(0, 0), Compute("F", 0))
-    assert ends(Cluster(LINK), *programs, durations={"F": 2.0}) == (2.0, 2.0 + 8.0 + 2.0)
-    assert ends(Cluster(LINK, slow=((1, 2.0),)), *programs, durations={"F": 2.0}) == (
+    assert compute_ends(Cluster(LINK), *programs, durations={"F": 2.0}) == (2.0, 2.0 + 8.0 + 2.0)
+    assert compute_ends(Cluster(LINK, slow=((1, 2.0),)), *programs, durations={"F": 2.0}) == (
         2.0,
         2.0 + 2 * (8.0 + 2.0),
     )
-    assert ends(Cluster(LINK), *programs, durations=lambda rank, action: 1.0 + rank) == (
+    assert compute_ends(Cluster(LINK), *programs, durations=lambda rank, action: 1.0 + rank) == (
         1.0,
         1.0 + 8.0 + 2.0,
     )
     alone: tuple[Compute, ...] = (Compute("F", 0),)
-    assert sorted(ends(Cluster(LINK, sharing=2), alone, alone, durations={"F": 2.0})) == [2.0, 4.0]
+    assert sorted(compute_ends(Cluster(LINK, sharing=2), alone, alone, durations={"F": 2.0})) == [
+        2.0,
+        4.0,
+    ]
 
 
 def test_compute_waits_for_the_sends_of_its_slot() -> None:
-    assert ends(
+    assert compute_ends(
         Cluster(LINK), (Send(1, 0), Compute("F", 0)), (Recv(0, 0),), durations={"F": 2.0}
     ) == (10.0, 8.0)
-    assert ends(
+    assert compute_ends(
         Cluster(LINK), (Send(1, 0), Compute("F", "else")), (Recv(0, 0),), durations={"F": 2.0}
     ) == (2.0, 8.0)
 
@@ -194,11 +205,11 @@ def test_missing_duration_is_reported() -> None:
         ScheduleError,
         match=r"rank 0 computes F0, and the clock was not told .* give durations={'F': seconds}",
     ):
-        ends(Cluster(LINK), (Compute("F", 0),))
+        compute_ends(Cluster(LINK), (Compute("F", 0),))
     with pytest.raises(ScheduleError, match=r"\(durations of: B\); give"):
-        ends(Cluster(LINK), (Compute("F", 0),), durations={"B": 2.0})
+        compute_ends(Cluster(LINK), (Compute("F", 0),), durations={"B": 2.0})
     with pytest.raises(ScheduleError, match="the clock was not told how long slot x is"):
-        ends(Cluster(LINK), (Send(1, "x"),), (Recv(0, "x"),))
+        compute_ends(Cluster(LINK), (Send(1, "x"),), (Recv(0, "x"),))
 
 
 @pytest.mark.parametrize(("stages", "micros"), [(1, 4), (2, 3), (4, 8)])

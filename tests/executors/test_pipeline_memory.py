@@ -19,7 +19,7 @@ pytestmark = pytest.mark.pure
 FREE = StageBytes(0, 0, 10)  # activations only: messages have no bytes
 
 
-def peak(found: list[TaskMemory]) -> int:
+def find_peak(found: list[TaskMemory]) -> int:
     return max(each.bytes for each in found)
 
 
@@ -34,7 +34,7 @@ def test_memory_with_free_messages_equals_the_formulas(
             pipelined = MicroBatchSchedule(schedule, micro)
             for rank in range(size):
                 found = compute_task_memory(pipelined, rank, size, lambda *_: FREE)
-                assert peak(found) == 10 * pipelined.count_kept_micro_batches(rank, size), (
+                assert find_peak(found) == 10 * pipelined.count_kept_micro_batches(rank, size), (
                     size,
                     micro,
                     rank,
@@ -58,7 +58,7 @@ def test_zero_bubble_keeps_input_and_output_gradient() -> None:
             found = compute_task_memory(
                 MicroBatchSchedule(ZeroBubble(), 8), rank, size, lambda *_: weight
             )
-            assert peak(found) == 10 * (size - rank - 1) + 16 * rank + 18, (size, rank)
+            assert find_peak(found) == 10 * (size - rank - 1) + 16 * rank + 18, (size, rank)
 
 
 def test_recompute_keeps_messages_and_one_forward() -> None:
@@ -73,7 +73,7 @@ def test_recompute_keeps_messages_and_one_forward() -> None:
         compute_task_memory(MicroBatchSchedule(Gpipe(), 8), rank, 3, lambda *_: weight, True)
         for rank in range(3)
     )
-    assert peak(last) == 2 * 8 + 48 + 7
+    assert find_peak(last) == 2 * 8 + 48 + 7
     assert [each.bytes for each in middle[:6]] == [
         2 * (each + 3) + 2 * (each + 1) for each in range(6)
     ], "three are awaited"
@@ -117,4 +117,4 @@ def test_frozen_stage_keeps_nothing() -> None:
     found = compute_task_memory(
         MicroBatchSchedule(OneFOneB(), 6, first_trained_stage=3), 1, 3, lambda *_: weight
     )
-    assert peak(found) <= 4 * 9
+    assert find_peak(found) <= 4 * 9

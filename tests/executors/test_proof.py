@@ -69,7 +69,7 @@ class Sabotaged:
         yield from self.change(program) if rank == self.victim else program
 
 
-def refused(
+def read_refusal(
     schedule: Collective,
     change: Callable[[list[Action]], list[Action]],
     victim: int = 1,
@@ -80,18 +80,18 @@ def refused(
     return str(caught.value)
 
 
-def first(program: list[Action], wanted: Callable[[Action], bool]) -> int:
+def find_first(program: list[Action], wanted: Callable[[Action], bool]) -> int:
     return next(place for place, action in enumerate(program) if wanted(action))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 def test_dropped_addition_is_refused(schedule: Collective) -> None:
     def drop(program: list[Action]) -> list[Action]:
-        place = first(program, lambda action: isinstance(action, Recv) and action.add)
+        place = find_first(program, lambda action: isinstance(action, Recv) and action.add)
         return [*program[:place], replace(program[place], add=False), *program[place + 1 :]]
 
     victim = 0 if isinstance(schedule, Star) else 2  # in a star, no other rank adds
-    message = refused(schedule, drop, victim)
+    message = read_refusal(schedule, drop, victim)
     assert f"rank {victim}" in message or "without the contribution" in message
     assert "without the contribution" in message or "to take slot" in message
 
@@ -103,7 +103,7 @@ def test_swapped_message_is_refused(schedule: Collective) -> None:
         program[one], program[two] = program[two], program[one]
         return program
 
-    message = refused(schedule, swap)
+    message = read_refusal(schedule, swap)
     assert "rank 2 expects slot" in message
     assert "from rank 1, which sends slot" in message
 
@@ -150,7 +150,7 @@ def test_skipped_chunk_is_refused(schedule: Collective) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 def test_mean_inside_an_exchange_is_refused(schedule: Collective) -> None:
-    message = refused(schedule, lambda program: [*program, Compute("mean", 0)])
+    message = read_refusal(schedule, lambda program: [*program, Compute("mean", 0)])
     assert "rank 1 computes 'mean' on slot 0" in message
     assert "the mean is taken once" in message
 
@@ -252,12 +252,12 @@ def test_deadlock_shows_the_waiting_ranks() -> None:
 
 
 def test_unreceived_message_is_refused() -> None:
-    message = refused(Tree(), lambda program: [*program, Send(0, 0)])
+    message = read_refusal(Tree(), lambda program: [*program, Send(0, 0)])
     assert "rank 0 never receives slot 0 that rank 1 sends to it" in message
 
 
 def test_missing_slot_is_refused() -> None:
-    message = refused(Tree(), lambda program: [Send(0, 7), *program])
+    message = read_refusal(Tree(), lambda program: [Send(0, 7), *program])
     assert "rank 1 uses slot 7" in message
 
 
@@ -296,10 +296,10 @@ def test_reduce_and_broadcast_have_their_own_goals() -> None:
 def test_user_defined_goal_is_proved() -> None:
     """The goal is an all-gather: a slot gets one contribution, and no other one."""
 
-    def mine(schedule: Collective, size: int) -> list[SlotBits]:
+    def give_own_slots(schedule: Collective, size: int) -> list[SlotBits]:
         return [{rank: 1 << rank} for rank in range(size)]
 
-    def everybodys(schedule: Collective, size: int) -> list[SlotBits]:
+    def give_all_slots(schedule: Collective, size: int) -> list[SlotBits]:
         return [{part: 1 << part for part in range(size)} for _ in range(size)]
 
     @dataclass(frozen=True)
@@ -317,7 +317,7 @@ def test_user_defined_goal_is_proved() -> None:
                 yield Send((rank + 1) % size, rank)
                 yield Recv((rank - 1) % size, (rank - 1) % size, add=True)
 
-    all_gather = Goal(mine, everybodys)
+    all_gather = Goal(give_own_slots, give_all_slots)
     assert prove_schedule(Handing(), 5, 20, all_gather).sent == 4 * 4
     with pytest.raises(
         ScheduleError, match="rank 0 adds the contribution of rank 4 to slot 4 twice"
@@ -331,7 +331,7 @@ def test_user_defined_goal_is_proved() -> None:
             Ring(),
             3,
             3,
-            Goal(lambda schedule, size: ALL_REDUCE.initial_slots(schedule, size), everybodys),
+            Goal(lambda schedule, size: ALL_REDUCE.initial_slots(schedule, size), give_all_slots),
         )
 
 

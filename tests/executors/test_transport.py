@@ -69,15 +69,15 @@ LENGTHS = (0, 1, 2, 3, 4, 5, 1000, 100_003)
 DTYPES = (torch.float32, torch.float64, torch.int64)
 
 
-def vector(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
+def make_vector(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
     """Return a vector of whole numbers, different on every rank."""
     return ((torch.arange(length) * (rank + 3) + 17 * rank) % 1009 - 500).to(dtype)
 
 
-def summed(world: World, schedule: Collective) -> list[tuple[torch.Tensor, int]]:
+def sum_at_every_length(world: World, schedule: Collective) -> list[tuple[torch.Tensor, int]]:
     results = []
     for length, dtype in itertools.product(LENGTHS, DTYPES):
-        mine = vector(world.rank, length, dtype)
+        mine = make_vector(world.rank, length, dtype)
         results.append((mine, run_all_reduce(schedule, mine, world).bytes))
     return results
 
@@ -86,9 +86,9 @@ def summed(world: World, schedule: Collective) -> list[tuple[torch.Tensor, int]]
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 def test_sums_are_exact_at_every_length(pool: Launcher, schedule: Collective, size: int) -> None:
-    answers = pool.run(summed, schedule, size=size)
+    answers = pool.run(sum_at_every_length, schedule, size=size)
     for place, (length, dtype) in enumerate(itertools.product(LENGTHS, DTYPES)):
-        expected = sum(vector(rank, length, dtype) for rank in range(size))
+        expected = sum(make_vector(rank, length, dtype) for rank in range(size))
         for answer in answers:
             assert torch.equal(answer[place][0], expected)  # type: ignore[arg-type]
 
@@ -104,7 +104,7 @@ def test_sums_of_two_levels_are_exact(pool: Launcher, schedule: Collective) -> N
 
 def test_sent_bytes_equal_the_proof(pool: Launcher) -> None:
     for schedule in SCHEDULES:
-        answers = pool.run(summed, schedule, size=3)
+        answers = pool.run(sum_at_every_length, schedule, size=3)
         place = list(itertools.product(LENGTHS, DTYPES)).index((100_003, torch.float32))
         assert (
             max(answer[place][1] for answer in answers)
@@ -112,7 +112,7 @@ def test_sent_bytes_equal_the_proof(pool: Launcher) -> None:
         )
 
 
-def many_rounds(world: World) -> torch.Tensor:
+def sum_many_rounds(world: World) -> torch.Tensor:
     """Sum the results of 30 exchanges by the butterfly.
 
     The butterfly writes the vector that it is sending. A transport that does not wait for its sends
@@ -120,15 +120,15 @@ def many_rounds(world: World) -> torch.Tensor:
     """
     total = torch.zeros(50_000, dtype=torch.float64)
     for turn in range(30):
-        mine = vector(world.rank + turn, 50_000, torch.float64)
+        mine = make_vector(world.rank + turn, 50_000, torch.float64)
         run_all_reduce(Butterfly(), mine, world)
         total += mine
     return total
 
 
-def long_messages(world: World, schedule: Collective) -> torch.Tensor:
+def sum_long_messages(world: World, schedule: Collective) -> torch.Tensor:
     # parts of 8 times LONG_MESSAGE_BYTES in four segments, more than scratch
-    mine = vector(world.rank, 8 * LONG_MESSAGE_BYTES, torch.float32)
+    mine = make_vector(world.rank, 8 * LONG_MESSAGE_BYTES, torch.float32)
     run_all_reduce(schedule, mine, world)
     return mine
 
@@ -143,22 +143,22 @@ def test_long_messages_in_sequence_do_not_hang(
     Over a link, a long send waits for the sends before it. A receive is posted when it is its
     sender's turn.
     """
-    expected = sum(vector(rank, 8 * LONG_MESSAGE_BYTES, torch.float32) for rank in range(size))
-    for sums in pool.run(long_messages, schedule, size=size, backend="gloo"):
+    expected = sum(make_vector(rank, 8 * LONG_MESSAGE_BYTES, torch.float32) for rank in range(size))
+    for sums in pool.run(sum_long_messages, schedule, size=size, backend="gloo"):
         assert torch.equal(sums, expected)  # type: ignore[arg-type]
 
 
 def test_slot_is_not_written_while_it_is_sent(pool: Launcher) -> None:
     expected = sum(
-        vector(rank + turn, 50_000, torch.float64) for rank in range(4) for turn in range(30)
+        make_vector(rank + turn, 50_000, torch.float64) for rank in range(4) for turn in range(30)
     )
-    for total in pool.run(many_rounds, size=4):
+    for total in pool.run(sum_many_rounds, size=4):
         assert torch.equal(total, expected)  # type: ignore[arg-type]
 
 
-def again_and_again(world: World) -> bool:
+def repeat_all_reduce(world: World) -> bool:
     for _ in range(50):
-        mine = vector(world.rank, 60, torch.float64)
+        mine = make_vector(world.rank, 60, torch.float64)
         run_all_reduce(Ring(blocking=True), mine, world)
     return True
 
@@ -169,10 +169,10 @@ def test_rendezvous_send_is_waited_for_once(pool: Launcher) -> None:
     It waited for a send with wait=True and kept its Work. It waited once more when the slot was
     written again. The second time, gloo waits for ever.
     """
-    assert all(pool.run(again_and_again, size=2))
+    assert all(pool.run(repeat_all_reduce, size=2))
 
 
-class Around:
+class RandomSchedule:
     """A random schedule: every rank sends to the right and receives from the left.
 
     Slots and order are random. It is no all-reduce. It has many receives that must not be posted
@@ -227,20 +227,20 @@ class Numbers:
         raise AssertionError(action)
 
 
-def walked(seed: int, length: int) -> list[torch.Tensor] | None:
+def interpret_random_schedule(seed: int, length: int) -> list[torch.Tensor] | None:
     """Return the vectors of all ranks at the end, or None if the order ends in a deadlock."""
-    numbers = Numbers([vector(rank, length, torch.int64) for rank in range(3)])
+    numbers = Numbers([make_vector(rank, length, torch.int64) for rank in range(3)])
     try:
-        interpret_schedule(Around(seed).program, 3, numbers)
+        interpret_schedule(RandomSchedule(seed).program, 3, numbers)
     except Deadlock:
         return None
     return numbers.vectors
 
 
-def around(world: World, cases: list[tuple[int, int]]) -> list[torch.Tensor]:
-    vectors = [vector(world.rank, length, torch.int64) for _, length in cases]
+def run_random_schedules(world: World, cases: list[tuple[int, int]]) -> list[torch.Tensor]:
+    vectors = [make_vector(world.rank, length, torch.int64) for _, length in cases]
     for (seed, _), mine in zip(cases, vectors, strict=True):
-        run_all_reduce(Around(seed), mine, world)
+        run_all_reduce(RandomSchedule(seed), mine, world)
     return vectors
 
 
@@ -254,18 +254,22 @@ def test_early_receives_keep_the_program_order(pool: Launcher, backend: str) -> 
     cases = [
         (seed, length) for seed in range(60) for length in (3, 1000, *[SCRATCH_BYTES] * (seed < 12))
     ]
-    expected = {case: vectors for case in cases if (vectors := walked(*case)) is not None}
+    expected = {
+        case: vectors for case in cases if (vectors := interpret_random_schedule(*case)) is not None
+    }
     assert len(expected) > 30
-    for rank, answers in enumerate(pool.run(around, list(expected), size=3, backend=backend)):
+    for rank, answers in enumerate(
+        pool.run(run_random_schedules, list(expected), size=3, backend=backend)
+    ):
         for case, answer in zip(expected, answers, strict=True):
             assert torch.equal(answer, expected[case][rank]), case
 
 
-def order_of_posting(world: World, length: int) -> list[str]:
+def record_posting_order(world: World, length: int) -> list[str]:
     """Return the calls of torch.distributed in an exchange, in order; the sum must be right."""
     posted = []
 
-    def noted(name: str) -> Callable[..., Any]:
+    def note_calls(name: str) -> Callable[..., Any]:
         real = getattr(dist, name)
 
         def post(*arguments: Any, **named: Any) -> Any:
@@ -276,7 +280,7 @@ def order_of_posting(world: World, length: int) -> list[str]:
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("isend", "irecv"):
-            patch.setattr(dist, name, noted(name))
+            patch.setattr(dist, name, note_calls(name))
         summed = torch.ones(length)
         run_all_reduce(TwoLevel(group=2), summed, world)
     assert bool((summed == world.size).all())
@@ -291,11 +295,11 @@ def test_receive_is_posted_before_the_preceding_send(pool: Launcher, length: int
     element longer. Such a receive was posted after the send. The two directions of a pair took
     turns, at two thirds of the speed.
     """
-    for posted in pool.run(order_of_posting, length, size=4, backend="gloo"):
+    for posted in pool.run(record_posting_order, length, size=4, backend="gloo"):
         assert posted[-1] == "isend"
 
 
-def forwards(world: World, micros: int) -> list[torch.Tensor]:
+def run_forwards(world: World, micros: int) -> list[torch.Tensor]:
     """Run a pipeline in which stage r multiplies by r + 2 and adds 1; return the rank's buffers.
 
     Only the first stage knows the micro-batches.
@@ -316,7 +320,7 @@ def forwards(world: World, micros: int) -> list[torch.Tensor]:
 
 
 def test_pipeline_runs_over_named_buffers(pool: Launcher) -> None:
-    first, second, third = pool.run(forwards, 6, size=3)
+    first, second, third = pool.run(run_forwards, 6, size=3)
     for micro in range(6):
         x = torch.arange(5.0) + micro
         assert torch.equal(first[micro], 2 * x + 1)
@@ -324,7 +328,7 @@ def test_pipeline_runs_over_named_buffers(pool: Launcher) -> None:
         assert torch.equal(third[micro], 4 * (3 * (2 * x + 1) + 1) + 1)
 
 
-def computing(world: World) -> None:
+def compute_mean(world: World) -> None:
     ProgramRun([Compute("mean", 0)], {0: torch.zeros(4)}, world).play_program()
 
 
@@ -335,12 +339,12 @@ def test_unknown_compute_action_is_refused(pool: Launcher) -> None:
     schedule.
     """
     with pytest.raises(RankFailed, match="the wire cannot compute 'mean' on slot 0"):
-        pool.run(computing, size=2, timeout=1.0)
+        pool.run(compute_mean, size=2, timeout=1.0)
 
 
-def timed(world: World) -> tuple[Traffic, float]:
+def time_late_exchange(world: World) -> tuple[Traffic, float]:
     """Run an exchange that rank 1 begins half a second late; return its traffic and seconds."""
-    mine = vector(world.rank, 100_000, torch.float64)
+    mine = make_vector(world.rank, 100_000, torch.float64)
     world.barrier()
     if world.rank == 1:
         threading.Event().wait(0.5)
@@ -349,7 +353,7 @@ def timed(world: World) -> tuple[Traffic, float]:
 
 
 def test_exchange_time_is_split_into_three_parts(pool: Launcher) -> None:
-    answers = pool.run(timed, size=2)
+    answers = pool.run(time_late_exchange, size=2)
     for traffic, seconds in answers:
         parts = traffic.waiting, traffic.transfer, traffic.processing
         assert min(parts) >= 0
@@ -360,7 +364,7 @@ def test_exchange_time_is_split_into_three_parts(pool: Launcher) -> None:
     assert waited.transfer < 0.4
 
 
-def lonely(world: World) -> None:
+def wait_for_each_other(world: World) -> None:
     ProgramRun([Recv(1 - world.rank, 0)], {0: torch.zeros(4)}, world).play_program()
 
 
@@ -370,7 +374,7 @@ def test_hang_ends_with_the_drawn_schedule(pool: Launcher) -> None:
     The message shows the place of every rank in its program.
     """
     with pytest.raises(RankFailed) as caught:
-        pool.run(lonely, size=2, timeout=1.0)
+        pool.run(wait_for_each_other, size=2, timeout=1.0)
     first, *lines = caught.value.message.splitlines()
     rank = caught.value.rank
     assert rank is not None
@@ -381,7 +385,7 @@ def test_hang_ends_with_the_drawn_schedule(pool: Launcher) -> None:
     assert lines == ["   0 | [<1:0]", "   1 | [<0:0]"]
 
 
-def absent(world: World) -> None:
+def skip_second_exchange(world: World) -> None:
     for _ in range(1 if world.rank == 2 else 2):
         run_all_reduce(Ring(), torch.ones(8), world)
     # rank 2 is busy with something else; the launcher ends it
@@ -396,7 +400,7 @@ def test_missing_rank_is_shown_as_silent(pool: Launcher, backend: str) -> None:
     Whichever rank times out first, the message shows the place of all waiting ranks.
     """
     with pytest.raises(RankFailed) as caught:
-        pool.run(absent, size=4, timeout=1.0, backend=backend)
+        pool.run(skip_second_exchange, size=4, timeout=1.0, backend=backend)
     first, *lines = caught.value.message.splitlines()
     assert "slot 2 from rank 2, which says nothing: " in first
     assert lines == [
@@ -407,7 +411,7 @@ def test_missing_rank_is_shown_as_silent(pool: Launcher, backend: str) -> None:
     ]
 
 
-def one_behind(world: World) -> None:
+def fall_one_behind(world: World) -> None:
     """Let rank 0 send to rank 1 and go on to the next exchange.
 
     Rank 1 waits for a second message of the first exchange.
@@ -421,7 +425,7 @@ def one_behind(world: World) -> None:
 
 def test_ranks_in_different_exchanges_are_distinguished(pool: Launcher) -> None:
     with pytest.raises(RankFailed) as caught:
-        pool.run(one_behind, size=2, timeout=1.0)
+        pool.run(fall_one_behind, size=2, timeout=1.0)
     lines = caught.value.message.splitlines()[1:]
     apart = ["", " (1 exchange behind)"] if caught.value.rank == 0 else [" (1 exchange ahead)", ""]
     assert lines == ["   0 | [<1:0]" + apart[0], "   1 | <0:0 [<0:0]" + apart[1]]

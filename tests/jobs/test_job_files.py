@@ -32,7 +32,7 @@ settings = dict(name="filed", loss=nn.functional.cross_entropy, optimizer=sgd, t
 """
 
 
-def written(folder: Path, text: str, name: str = "filed.py") -> str:
+def write_job_file(folder: Path, text: str, name: str = "filed.py") -> str:
     path = folder / name
     path.write_text(DATA + text)
     return str(path)
@@ -46,7 +46,7 @@ def test_registrations_of_a_job_file_reach_the_ranks(tmp_path: Path) -> None:
     """
     (tmp_path / "table_of_models.py").write_text("MODELS = {}\n")
     job = find_job(
-        written(
+        write_job_file(
             tmp_path,
             f"""
 import table_of_models
@@ -79,7 +79,7 @@ def test_unpicklable_object_is_named_with_a_repair(
 
     Such a loss may be scripted ("PickleError: ScriptFunction cannot be pickled"), or hold a lock.
     """
-    path = written(
+    path = write_job_file(
         tmp_path,
         """
 import threading
@@ -114,7 +114,7 @@ def test_registered_classes_are_equal_in_ranks(tmp_path: Path) -> None:
     """
     (tmp_path / "table_of_configs.py").write_text("BUILDERS = {}\n")
     job = find_job(
-        written(
+        write_job_file(
             tmp_path,
             """
 import table_of_configs
@@ -142,7 +142,7 @@ def test_default_dtype_reaches_the_ranks(tmp_path: Path) -> None:
     before = torch.get_default_dtype()
     try:
         job = find_job(
-            written(
+            write_job_file(
                 tmp_path,
                 """
 torch.set_default_dtype(torch.float64)
@@ -168,7 +168,7 @@ def test_functions_of_a_job_file_share_their_globals(tmp_path: Path) -> None:
     global after the file was run, the new value is sent.
     """
     job = find_job(
-        written(
+        write_job_file(
             tmp_path,
             """
 width, held = 3, []
@@ -203,10 +203,10 @@ def job():
 
 
 def test_edited_job_file_is_not_mixed_with_the_old(tmp_path: Path) -> None:
-    place = written(tmp_path, "job = pg.Job(model=lambda: nn.Linear(5, 3), **settings)\n")
+    place = write_job_file(tmp_path, "job = pg.Job(model=lambda: nn.Linear(5, 3), **settings)\n")
     first = find_job(place)
     second = find_job(
-        written(tmp_path, "job = pg.Job(model=lambda: nn.Linear(5, 7), **settings)\n")
+        write_job_file(tmp_path, "job = pg.Job(model=lambda: nn.Linear(5, 7), **settings)\n")
     )
     Path(place).write_text("raise RuntimeError('half written')\n")
     shapes = [
@@ -222,7 +222,7 @@ def test_module_attribute_job_imports_its_module(
     """Earlier, for a job `module:attribute` with lambdas only, ranks did not import the module."""
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "table_of_layers.py").write_text("LAYERS = {}\n")
-    written(
+    write_job_file(
         tmp_path,
         """
 import table_of_layers
@@ -247,7 +247,7 @@ def test_training_at_top_level_is_refused_by_the_command(
     tmp_path: Path,
 ) -> None:
     """Earlier, `paragrad train script.py` trained by the script's own call, and then again."""
-    path = written(tmp_path, UNGUARDED)
+    path = write_job_file(tmp_path, UNGUARDED)
     for words, code, told in (
         (["-m", "paragrad", "train", path], 2, "filed.py trains at its top level"),
         ([path], 0, ""),
@@ -269,7 +269,7 @@ def test_training_at_top_level_is_refused_by_the_command(
 @pytest.mark.story
 def test_guarded_script_is_a_job_file_that_prints_once(tmp_path: Path) -> None:
     text = UNGUARDED.replace("pg.train(", 'if __name__ == "__main__":\n    pg.train(')
-    words = ["-m", "paragrad", "train", written(tmp_path, text), "--strategy", "data(2)"]
+    words = ["-m", "paragrad", "train", write_job_file(tmp_path, text), "--strategy", "data(2)"]
     done = subprocess.run(
         [sys.executable, *words],
         capture_output=True,
@@ -289,7 +289,7 @@ def test_short_module_name_does_not_match_a_longer_one(
 
     An example is two_level. Ranks import the module by its name, and may no longer find it.
     """
-    written(tmp_path, "job = pg.Job(model=lambda: nn.Linear(5, 3), **settings)", "level.py")
+    write_job_file(tmp_path, "job = pg.Job(model=lambda: nn.Linear(5, 3), **settings)", "level.py")
     monkeypatch.syspath_prepend(tmp_path)
     found = find_job("level:job")
     assert [file.name for file in job_files.pickle_task(found)[1]] == ["level"]

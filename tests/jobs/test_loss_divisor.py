@@ -24,11 +24,11 @@ HALF = (torch.arange(4) % 2).float().expand(6, 4)
 CLASSES = torch.tensor([1.0, 3.0, 0.5, 2.0])
 
 
-def own_mean(x: Tensor) -> Tensor:
+def compute_own_mean(x: Tensor) -> Tensor:
     return ((x - Y) ** 2).sum() / len(x)
 
 
-def masked(x: Tensor) -> Tensor:
+def compute_masked_mean(x: Tensor) -> Tensor:
     kept = T != -100
     return (functional.cross_entropy(x, T, reduction="none") * kept).sum() / kept.sum()
 
@@ -50,8 +50,8 @@ LOSSES: dict[str, tuple[Callable[[Tensor], Tensor], float | None]] = {
     "margins": (lambda x: functional.multi_margin_loss(x, T.clamp(min=0)), 6),
     "several labels": (lambda x: functional.multilabel_soft_margin_loss(x, (Y > 0).float()), 6),
     "cosine": (lambda x: functional.cosine_embedding_loss(x, Y, torch.ones(6)), 6),
-    "own mean": (own_mean, 6),
-    "masked": (masked, 5),
+    "own mean": (compute_own_mean, 6),
+    "masked": (compute_masked_mean, 5),
     "mean": (lambda x: ((x - Y) ** 2).mean(), 24),
     "means of means": (lambda x: ((x - Y) ** 2).mean(1).mean(), 6),
     "of what counts": (lambda x: x[T > 0].mean(), 16),
@@ -63,7 +63,7 @@ LOSSES: dict[str, tuple[Callable[[Tensor], Tensor], float | None]] = {
         ),
         5,
     ),
-    "two terms over the same": (lambda x: own_mean(x) + x.abs().sum() / len(x), 6),
+    "two terms over the same": (lambda x: compute_own_mean(x) + x.abs().sum() / len(x), 6),
     "over the mean of a mask": (lambda x: (x * HALF).mean() / HALF.mean(), 12),
     "times a tensor": (lambda x: ((x - Y) ** 2).mean() * torch.tensor(0.5), 48),
     "of a dot product": (lambda x: torch.dot(x[:, 0], Y[:, 0]) / 6, 6),
@@ -158,7 +158,7 @@ def test_label_smoothing_without_weight_is_not_dropped(
 def test_sum_and_weight_pair_of_label_smoothing() -> None:
     """The repair: shares of (sum, weight), one of them of weight 0, sum up to the whole."""
 
-    def pair(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    def compute_sum_and_weight(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         return functional.cross_entropy(output, target, reduction="sum", **SMOOTHED), SMOOTHED[
             "weight"
         ][target].sum()
@@ -166,7 +166,7 @@ def test_sum_and_weight_pair_of_label_smoothing() -> None:
     model = nn.Linear(3, 4)
     x = torch.randn(5, 3)
     target = torch.tensor([1, 1, 0, 2, 3])
-    module = LossModule(model, pair)
+    module = LossModule(model, compute_sum_and_weight)
     with module.divide_by(5.0):
         shares, weights = zip(
             *(

@@ -56,12 +56,14 @@ def test_a_worker_joins_from_another_host(clusters: Clusters, tmp_path: Path) ->
     with clusters(2, megabits=100) as cluster:
         first = cluster.start(1, ["sh", "-c", JOIN], folder=tmp_path)
         assert first.process.wait(60) == 2
-        assert re.search(r"its public half me.key must be put\s+into the\s+folder", first.said()[1])
+        assert re.search(
+            r"its public half me.key must be put\s+into the\s+folder", first.read_output()[1]
+        )
         (tmp_path / "me.key").rename(tmp_path / "allow" / "host1.key")
         trains = cluster.start(0, [sys.executable, "trains.py"], folder=tmp_path)
         opens = "until ls runs/*/training.key >/dev/null 2>&1; do :; done"
         joins = cluster.start(1, ["sh", "-c", f"{opens}; {JOIN}"], folder=tmp_path)
-        said, joined = cluster.finished([trains, joins], 110)
+        said, joined = cluster.wait_for([trains, joins], 110)
     assert re.fullmatch(r"worker 4: train \d+(, test \d+)?\n", joined)
     assert "1437 of 1437 samples seen in each of 1 epoch(s), 0 twice, 0 missed" in said
     record = Record(tmp_path / said.split()[0])
@@ -115,7 +117,7 @@ def test_slow_vector_is_sent_once(clusters: Clusters, tmp_path: Path) -> None:
         opens = "until ls runs/*/training.key >/dev/null 2>&1; do :; done"
         join = JOIN.replace(" digits ", " trains.py ")
         joins = cluster.start(1, ["sh", "-c", f"{opens}; {join} --timeout 30"], folder=tmp_path)
-        said, joined = cluster.finished([trains, joins], 110)
+        said, joined = cluster.wait_for([trains, joins], 110)
     assert re.fullmatch(r"worker 2: train \d+\n", joined)
     record = Record(tmp_path / said.split()[0])
     steps, (server,) = (

@@ -46,7 +46,7 @@ STRATEGIES = [
 ]
 
 
-def values(kind: object) -> st.SearchStrategy[Any]:
+def make_value_strategy(kind: object) -> st.SearchStrategy[Any]:
     """Return a hypothesis strategy for the values of one kind of option."""
     if isinstance(kind, Integer):
         return st.integers(kind.least, 5000)
@@ -63,14 +63,14 @@ def values(kind: object) -> st.SearchStrategy[Any]:
             st.sampled_from(("h.2", "encoder.layers.0", "head")), min_size=1, max_size=3
         ).map(tuple)
     assert isinstance(kind, OneOf)
-    return st.sampled_from(kind.classes).flatmap(choices)
+    return st.sampled_from(kind.classes).flatmap(draw_choice)
 
 
 @st.composite
-def choices(draw: st.DrawFn, cls: type[Choice]) -> Choice:
+def draw_choice(draw: st.DrawFn, cls: type[Choice]) -> Choice:
     """Draw a valid choice of a class; each option has its default or another value."""
     arguments = {
-        spec.name: draw(st.one_of(*map(values, spec.metadata["kinds"])))
+        spec.name: draw(st.one_of(*map(make_value_strategy, spec.metadata["kinds"])))
         for spec in list_options(cls)
         if spec.default is MISSING or draw(st.booleans())
     }
@@ -105,14 +105,14 @@ def choices(draw: st.DrawFn, cls: type[Choice]) -> Choice:
         reject()
 
 
-@given(st.sampled_from(STRATEGIES).flatmap(choices))
+@given(st.sampled_from(STRATEGIES).flatmap(draw_choice))
 def test_round_trip(chosen: Strategy) -> None:
     assert strategy(str(chosen)) == chosen
     assert str(strategy(str(chosen))) == str(chosen)
     assert hash(strategy(str(chosen))) == hash(chosen)
 
 
-@given(st.sampled_from(STRATEGIES).flatmap(choices))
+@given(st.sampled_from(STRATEGIES).flatmap(draw_choice))
 def test_python_form_makes_the_same_value(chosen: Strategy) -> None:
     names: dict[str, Any] = {
         cls.__name__: cls

@@ -38,7 +38,9 @@ STEPS = 20
 
 
 # ---- rates -----------------------------------------------------------------------------------
-def rates(make: Callable[[torch.optim.Optimizer], Any], steps: int, lr: float = 0.1) -> list[float]:
+def list_rates(
+    make: Callable[[torch.optim.Optimizer], Any], steps: int, lr: float = 0.1
+) -> list[float]:
     """Return the learning rate of each step in a loop of plain torch."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=lr)
     scheduler = make(optimizer)
@@ -51,9 +53,9 @@ def rates(make: Callable[[torch.optim.Optimizer], Any], steps: int, lr: float = 
 
 
 def test_warm_up_rises_linearly_to_the_scaled_rate() -> None:
-    found = rates(lambda optimizer: Scaled(optimizer, 8.0, 4), 7)
+    found = list_rates(lambda optimizer: Scaled(optimizer, 8.0, 4), 7)
     assert found == pytest.approx([0.1 * each for each in (1, 2.75, 4.5, 6.25, 8, 8, 8)])
-    assert rates(lambda optimizer: Scaled(optimizer, 0.5), 3) == pytest.approx([0.05] * 3)
+    assert list_rates(lambda optimizer: Scaled(optimizer, 0.5), 3) == pytest.approx([0.05] * 3)
 
 
 OWN: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
@@ -78,9 +80,9 @@ def test_scaled_schedule_keeps_its_place_in_an_epoch(own: str) -> None:
 
     This holds for a batch four times as large (3 steps), and also for a smaller one.
     """
-    serial = rates(OWN[own], 36)
+    serial = list_rates(OWN[own], 36)
     for steps in (3, 5, 24):
-        found = rates(
+        found = list_rates(
             lambda optimizer, steps=steps: Scaled(
                 optimizer, 3.0, 0, OWN[own](optimizer), 12, steps
             ),
@@ -94,14 +96,14 @@ def test_scaled_schedule_keeps_its_place_in_an_epoch(own: str) -> None:
 @pytest.mark.filterwarnings("ignore:The epoch parameter")
 @pytest.mark.parametrize("own", OWN)
 def test_schedule_resumes_from_its_state(own: str) -> None:
-    def made() -> tuple[torch.optim.Optimizer, Scaled]:
+    def make_scaled() -> tuple[torch.optim.Optimizer, Scaled]:
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
         return optimizer, Scaled(optimizer, 4.0, 5, OWN[own](optimizer), 12, 4)
 
-    optimizer, scheduler = made()
+    optimizer, scheduler = make_scaled()
     for step in range(9):
         if step == 3:
-            later, again = made()
+            later, again = make_scaled()
             later.load_state_dict(optimizer.state_dict())
             again.load_state_dict(scheduler.state_dict())
         optimizer.step()
@@ -193,7 +195,7 @@ def test_large_batch_run_resumes_from_a_checkpoint(text: str, tmp_path: Path) ->
 
 
 # ---- LARS and LAMB ---------------------------------------------------------------------------
-def lars(
+def step_lars(
     weights: list[list[float]],
     gradients: list[list[float]],
     kept: list[list[float]],
@@ -218,7 +220,7 @@ def lars(
             w[place] -= v[place]
 
 
-def lamb(
+def step_lamb(
     weights: list[list[float]],
     gradients: list[list[float]],
     means: list[list[float]],
@@ -246,7 +248,7 @@ def lamb(
             w[place] -= lr * ratio * move[place]
 
 
-def begun() -> tuple[list[nn.Parameter], list[list[float]]]:
+def make_parameters() -> tuple[list[nn.Parameter], list[list[float]]]:
     """Return three parameters: a matrix, a vector, and a vector of zeros; and their values."""
     made = [
         nn.Parameter(draw_numbers(3, 4, seed=1).double()),
@@ -256,7 +258,7 @@ def begun() -> tuple[list[nn.Parameter], list[list[float]]]:
     return made, [each.detach().flatten().tolist() for each in made]
 
 
-def given(parameters: list[nn.Parameter], step: int) -> list[list[float]]:
+def set_gradients(parameters: list[nn.Parameter], step: int) -> list[list[float]]:
     """Set and return the gradients of a step; in every third step, the last one is zero."""
     for place, each in enumerate(parameters):
         each.grad = draw_numbers(*each.shape, seed=100 * step + place).double() * (
@@ -268,14 +270,14 @@ def given(parameters: list[nn.Parameter], step: int) -> list[list[float]]:
 @pytest.mark.parametrize("decay", [0.0, 0.01])
 @pytest.mark.parametrize("changing", [False, True])
 def test_lars_equals_its_formula(changing: bool, decay: float) -> None:
-    parameters, weights = begun()
+    parameters, weights = make_parameters()
     optimizer = Lars(parameters, lr=0.5, momentum=0.9, weight_decay=decay, trust=0.02)
     kept = [[0.0] * len(each) for each in weights]
     before = None
     for step in range(STEPS):
         lr = 0.5 / (1 + step) if changing else 0.5
         optimizer.param_groups[0]["lr"] = lr
-        lars(weights, given(parameters, step), kept, lr, before, 0.9, decay, 0.02)
+        step_lars(weights, set_gradients(parameters, step), kept, lr, before, 0.9, decay, 0.02)
         optimizer.step()
         before = lr
     for parameter, wanted in zip(parameters, weights, strict=True):
@@ -286,12 +288,21 @@ def test_lars_equals_its_formula(changing: bool, decay: float) -> None:
 
 @pytest.mark.parametrize("decay", [0.0, 0.01])
 def test_lamb_equals_its_formula(decay: float) -> None:
-    parameters, weights = begun()
+    parameters, weights = make_parameters()
     optimizer = Lamb(parameters, lr=0.05, betas=(0.9, 0.99), weight_decay=decay)
     means, squares = ([[0.0] * len(each) for each in weights] for _ in range(2))
     for step in range(STEPS):
-        lamb(
-            weights, given(parameters, step), means, squares, step + 1, 0.05, 0.9, 0.99, 1e-6, decay
+        step_lamb(
+            weights,
+            set_gradients(parameters, step),
+            means,
+            squares,
+            step + 1,
+            0.05,
+            0.9,
+            0.99,
+            1e-6,
+            decay,
         )
         optimizer.step()
     for parameter, wanted in zip(parameters, weights, strict=True):
@@ -305,11 +316,11 @@ def test_excluded_groups_are_updated_by_sgd_and_adam() -> None:
         (Lars, functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)),
         (Lamb, functools.partial(torch.optim.AdamW, lr=0.1, eps=1e-6, weight_decay=0.01)),
     ):
-        (one, _), (other, _) = begun(), begun()
+        (one, _), (other, _) = make_parameters(), make_parameters()
         pair = ours(one, lr=0.1, weight_decay=0.01, adapted=False), theirs(other)
         for step in range(STEPS):
-            given(one, step)
-            given(other, step)
+            set_gradients(one, step)
+            set_gradients(other, step)
             for each in pair:
                 each.step()
         for parameter, wanted in zip(one, other, strict=True):
@@ -336,7 +347,7 @@ LAYERED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def weights_of(trainer: Trainer) -> State:
+def copy_weights(trainer: Trainer) -> State:
     return {name: each.detach().clone() for name, each in trainer.model.named_parameters()}
 
 
@@ -350,8 +361,8 @@ def test_layerwise_norms_are_of_whole_tensors(pool: Launcher, name: str, text: s
         "vectors", lambda: nn.Sequential(nn.Linear(10, 40), nn.Tanh(), nn.Linear(40, 4)), VECTORS
     ).replace(dtype=torch.float64, epochs=8, optimizer=LAYERED[name])
     chosen = resolve_text(text)
-    serial = pool.run(observe_steps, made, resolve_text("serial"), STEPS, weights_of, size=1)[0]
-    for found in pool.run(observe_steps, made, chosen, STEPS, weights_of, size=chosen.size):
+    serial = pool.run(observe_steps, made, resolve_text("serial"), STEPS, copy_weights, size=1)[0]
+    for found in pool.run(observe_steps, made, chosen, STEPS, copy_weights, size=chosen.size):
         for step in range(STEPS):
             for tensor, wanted in serial[step].items():
                 assert torch.allclose(found[step][tensor], wanted, rtol=1e-10, atol=1e-12), (
@@ -367,7 +378,7 @@ def test_servers_that_divide_tensors_refuse_them() -> None:
 
 
 # ---- the noise scale -------------------------------------------------------------------------
-def regression(samples: int = 8192) -> tuple[pg.Job, float]:
+def make_regression(samples: int = 8192) -> tuple[pg.Job, float]:
     """Return a linear regression whose parameters never change, and its noise scale.
 
     The noise scale is computed from the gradients of all samples.
@@ -381,8 +392,8 @@ def regression(samples: int = 8192) -> tuple[pg.Job, float]:
     scale = float(each.var(0, correction=0).sum() / (mean @ mean))
     made = pg.Job(
         name="line",
-        model=still,
-        loss=half_square,
+        model=make_zero_linear,
+        loss=compute_half_square,
         train=TensorDataset(inputs, targets),
         batch=64,
         epochs=8,
@@ -392,13 +403,13 @@ def regression(samples: int = 8192) -> tuple[pg.Job, float]:
     return made, scale
 
 
-def still() -> nn.Module:
+def make_zero_linear() -> nn.Module:
     model = nn.Linear(6, 1, bias=False)
     nn.init.zeros_(model.weight)
     return model
 
 
-def half_square(output: Tensor, target: Tensor) -> Tensor:
+def compute_half_square(output: Tensor, target: Tensor) -> Tensor:
     return ((output - target) ** 2).mean() / 2
 
 
@@ -416,7 +427,7 @@ def test_noise_scale_of_a_known_problem(text: str, tmp_path: Path) -> None:
 
     This bound comes from the issue for which the estimate was written.
     """
-    made, scale = regression()
+    made, scale = make_regression()
     run = pg.train(made, text, runs=tmp_path, noise_scale=1, limit=1000)
     steps = Record(run.folder).group_step_lines()
     assert len(steps) == 1000
@@ -441,7 +452,7 @@ def test_noise_scale_norms_equal_plain_torch(text: str, tmp_path: Path) -> None:
     One is of its gradient after the first micro-batch, before the exchange. The other is of the
     mean gradient.
     """
-    made, _ = regression(samples=100)
+    made, _ = make_regression(samples=100)
     made = made.replace(batch=32, epochs=1)
     run = pg.train(made, text, runs=tmp_path, noise_scale=3)
     order = made.make_order(range(100))
@@ -455,14 +466,14 @@ def test_noise_scale_norms_equal_plain_torch(text: str, tmp_path: Path) -> None:
         for line, first in zip(lines, firsts, strict=True):
             square, weight, whole = line["noise"]
 
-            def gradient(places: range) -> Tensor:
+            def compute_gradient(places: range) -> Tensor:
                 inputs, targets = data[order.get_indices(0, places)]
                 return (-inputs * targets).mean(0)
 
             assert weight == len(first)
-            assert square == pytest.approx(float(gradient(first).square().sum()), rel=1e-9)
+            assert square == pytest.approx(float(compute_gradient(first).square().sum()), rel=1e-9)
             assert whole == pytest.approx(
-                float(gradient(order.get_batch(step)).square().sum()), rel=1e-9
+                float(compute_gradient(order.get_batch(step)).square().sum()), rel=1e-9
             )
 
 
@@ -523,7 +534,7 @@ def test_lamb_refuses_complex_numbers() -> None:
 
 
 def test_noise_scale_is_printed_and_on_the_page(tmp_path: Path) -> None:
-    made, _ = regression(samples=256)
+    made, _ = make_regression(samples=256)
     with pytest.warns(
         UserWarning, match="the noise scale is not measured under serial: no rank there"
     ):

@@ -48,12 +48,12 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], schedulers.LRScheduler]]
 }
 
 
-def heavy(parameters: object) -> torch.optim.Optimizer:
+def make_momentum_sgd(parameters: object) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)  # type: ignore[arg-type]
 
 
 def compute_plain_rates(name: str, unit: str) -> list[float]:
-    optimizer = heavy([nn.Parameter(torch.zeros(1))])
+    optimizer = make_momentum_sgd([nn.Parameter(torch.zeros(1))])
     scheduler = SCHEDULERS[name](optimizer)
     rates = []
     for _ in range(EPOCHS):
@@ -101,7 +101,7 @@ def test_rates_equal_those_of_a_plain_loop(
     made = made.replace(
         batch=-(-len(VECTORS) // STEPS),
         epochs=EPOCHS,
-        optimizer=heavy,
+        optimizer=make_momentum_sgd,
         scheduler=SCHEDULERS[name],
         scheduler_every=unit,
     )

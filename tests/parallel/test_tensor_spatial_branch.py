@@ -88,7 +88,7 @@ class Centred(nn.Module):
         return x - self.mean
 
 
-def centred() -> nn.Module:
+def make_centred_net() -> nn.Module:
     return nn.Sequential(nn.Linear(10, 16), Centred(16), nn.Tanh(), nn.Linear(16, 4), Centred(4))
 
 
@@ -107,14 +107,15 @@ def test_buffer_recreated_by_a_forward(pool: Launcher, row: str) -> None:
     If ranks held pieces of the first tensor, every step would read these pieces.
     """
     assert (
-        measure_difference(pool, row, make_job("centred", centred, VECTORS), BRIEF).value <= 1e-10
+        measure_difference(pool, row, make_job("centred", make_centred_net, VECTORS), BRIEF).value
+        <= 1e-10
     )
 
 
 class Towers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.towers = nn.ModuleList([centred(), centred()])
+        self.towers = nn.ModuleList([make_centred_net(), make_centred_net()])
         self.out = nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -204,7 +205,7 @@ class Lasting(nn.Module):
         return functional.dropout(x, 0.3)
 
 
-def dreaming() -> nn.Module:
+def make_evaluation_draws_net() -> nn.Module:
     return nn.Sequential(
         nn.Linear(10, 16),
         nn.Tanh(),
@@ -216,13 +217,13 @@ def dreaming() -> nn.Module:
     )
 
 
-def lasting() -> nn.Module:
+def make_lasting_dropout_net() -> nn.Module:
     return nn.Sequential(
         nn.Linear(10, 16), Lasting(), nn.Tanh(), nn.Linear(16, 9), Lasting(), nn.Linear(9, 4)
     )
 
 
-def elsewhere() -> nn.Module:
+def make_numpy_draws_net() -> nn.Module:
     return nn.Sequential(
         Elsewhere(),
         nn.Linear(10, 16),
@@ -234,7 +235,7 @@ def elsewhere() -> nn.Module:
     )
 
 
-def dreaming_images() -> nn.Module:
+def make_evaluation_draws_cnn() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(2, 4, 3, padding=1),
         Dreaming(),
@@ -260,7 +261,7 @@ class DreamingTowers(Towers):
         return functional.dropout(super().forward(x), 0.1)
 
 
-def surprise(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+def sum_cross_entropy(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
     return functional.cross_entropy(output, target, reduction="sum"), len(target)
 
 
@@ -269,7 +270,7 @@ def surprise(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
     ("model", "data", "rows"),
     [
         (
-            dreaming,
+            make_evaluation_draws_net,
             VECTORS,
             [
                 "data(2)",
@@ -282,7 +283,7 @@ def surprise(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
             ],
         ),
         (
-            lasting,
+            make_lasting_dropout_net,
             VECTORS,
             [
                 "place(2)",
@@ -291,9 +292,9 @@ def surprise(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
                 "data(2) * place(3)",
             ],
         ),
-        (elsewhere, VECTORS, ["tensor(2)", "tensor(3)"]),
+        (make_numpy_draws_net, VECTORS, ["tensor(2)", "tensor(3)"]),
         (
-            dreaming_images,
+            make_evaluation_draws_cnn,
             IMAGES,
             ["spatial(2)", "spatial(2, columns=2)", "spatial(2, dense=tensor)"],
         ),
@@ -316,7 +317,7 @@ def test_draws_in_an_evaluation_equal_serial(
     assert_tests_alike(
         pool,
         tmp_path,
-        make_job("dreaming", model, data, test=data, metric=surprise, dtype=torch.float64),
+        make_job("dreaming", model, data, test=data, metric=sum_cross_entropy, dtype=torch.float64),
         rows,
     )
 
@@ -432,7 +433,9 @@ def test_model_that_cannot_be_evaluated_is_refused_at_start(text: str, told: str
     """Earlier, the model was trained for an epoch, and then a rank failed in the test."""
     with pytest.raises(pg.Refused, match=told):
         validate_run(
-            make_job("sloping", Sloping, VECTORS, test=VECTORS, metric=surprise), text, Settings()
+            make_job("sloping", Sloping, VECTORS, test=VECTORS, metric=sum_cross_entropy),
+            text,
+            Settings(),
         )
 
 
@@ -442,7 +445,7 @@ class Sensitive(nn.Linear):
         return super().forward(x), x
 
 
-def penalised(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+def compute_slope_loss(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
     (slope,) = torch.autograd.grad(output[0].sum(), output[1], create_graph=True)
     return functional.cross_entropy(output[0], target) + 0.1 * slope.square().mean()
 
@@ -454,7 +457,13 @@ def test_loss_that_takes_gradients_is_refused_at_start() -> None:
         match=r"the loss, in a test \(eval mode, without gradients\), raised Run.*; give",
     ):
         validate_run(
-            make_job("sensitive", lambda: Sensitive(10, 4), VECTORS, test=VECTORS, loss=penalised),
+            make_job(
+                "sensitive",
+                lambda: Sensitive(10, 4),
+                VECTORS,
+                test=VECTORS,
+                loss=compute_slope_loss,
+            ),
             "tensor(2)",
             Settings(),
         )
@@ -916,7 +925,7 @@ def test_branch_statistics_with_a_trunk_weight_are_refused() -> None:
         validate_run(make_job("shared", Shared, IMAGES), "branch(2)", Settings())
 
 
-def spectral(of: Callable[[nn.Module], nn.Module]) -> nn.Module:
+def make_spectral_norm_towers(of: Callable[[nn.Module], nn.Module]) -> nn.Module:
     made = Plain()
     of(made.towers[0][0])  # type: ignore[index]
     return made
@@ -933,7 +942,10 @@ def test_branch_with_a_spectral_norm(pool: Launcher, of: Callable[[nn.Module], n
     """
     assert (
         measure_difference(
-            pool, "branch(2)", make_job("spectral", functools.partial(spectral, of), VECTORS), BRIEF
+            pool,
+            "branch(2)",
+            make_job("spectral", functools.partial(make_spectral_norm_towers, of), VECTORS),
+            BRIEF,
         ).value
         <= 1e-10
     )
@@ -956,7 +968,7 @@ class TwoHeads(nn.Module):
         return Heads(*(head(x) for head in self.heads))
 
 
-def of_heads(output: Heads, target: Tensor) -> Tensor:
+def compute_heads_loss(output: Heads, target: Tensor) -> Tensor:
     return functional.cross_entropy(output.main, target) + 0.3 * functional.cross_entropy(
         output.other, target
     )
@@ -967,7 +979,7 @@ def test_output_heads_in_a_dataclass(pool: Launcher, row: str) -> None:
     """Earlier, the message said that the model has no branches."""
     assert (
         measure_difference(
-            pool, row, make_job("heads", TwoHeads, VECTORS, loss=of_heads), BRIEF
+            pool, row, make_job("heads", TwoHeads, VECTORS, loss=compute_heads_loss), BRIEF
         ).value
         <= 1e-10
     )
@@ -988,7 +1000,7 @@ class ByNorms(torch.optim.SGD):
         return super().step(closure)
 
 
-def hooked_sgd(parameters: Any) -> torch.optim.Optimizer:
+def make_hooked_sgd(parameters: Any) -> torch.optim.Optimizer:
     made = torch.optim.SGD(parameters, lr=0.05)
     made.register_step_post_hook(
         lambda optimizer, *_: [
@@ -1018,7 +1030,7 @@ OF_WHOLE = {
     "Adafactor": functools.partial(torch.optim.Adafactor, lr=1e-2),
     "all": functools.partial(ByNorms, lr=0.05),
     "own list": Listing,
-    "hook": hooked_sgd,
+    "hook": make_hooked_sgd,
 }
 
 

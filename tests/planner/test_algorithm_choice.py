@@ -44,7 +44,7 @@ class Hasty(Choice):
         )
 
 
-def picked(world: World, *algorithms: Choice) -> tuple[str, int, list[str]]:
+def choose_among(world: World, *algorithms: Choice) -> tuple[str, int, list[str]]:
     """Let `auto` choose among some algorithms.
 
     Returns the chosen algorithm or the error, the number of exchanges that ran, and what rank 0
@@ -53,7 +53,7 @@ def picked(world: World, *algorithms: Choice) -> tuple[str, int, list[str]]:
     played: list[Choice] = []
     proved: list[str] = []
 
-    def proving(algorithm: Choice, size: int) -> None:
+    def prove_and_note(algorithm: Choice, size: int) -> None:
         proved.append(f"{algorithm} of {size}")
         prove_schedule(algorithm, size)  # type: ignore[arg-type]
 
@@ -65,7 +65,7 @@ def picked(world: World, *algorithms: Choice) -> tuple[str, int, list[str]]:
     )
     with (
         patch.object(algorithm_choice, "list_candidates", lambda size, group: list(algorithms)),
-        patch.object(algorithm_choice, "prove_schedule", proving),
+        patch.object(algorithm_choice, "prove_schedule", prove_and_note),
     ):
         try:
             said = ""
@@ -81,7 +81,7 @@ def test_invalid_all_reduce_is_never_executed(pool: Launcher) -> None:
 
     Only an algorithm that the user named was proved, before the run started.
     """
-    for rank, (said, played, proved) in enumerate(pool.run(picked, Ring(), Hasty(), size=3)):
+    for rank, (said, played, proved) in enumerate(pool.run(choose_among, Ring(), Hasty(), size=3)):
         assert said == (
             "hasty is no all-reduce of 3 ranks: rank 0 ends without the contribution of rank 1 in "
             "slot 0: it never takes that slot; name another, such as reduce=native"
@@ -94,14 +94,14 @@ def test_invalid_all_reduce_is_never_executed(pool: Launcher) -> None:
 def test_candidates_are_proved_once_for_all_lengths(pool: Launcher) -> None:
     """Rank 0 proves the candidates for all ranks, also those with groups of two levels."""
     for rank, (said, played, proved) in enumerate(
-        pool.run(picked, Ring(), TwoLevel(group=2), size=4)
+        pool.run(choose_among, Ring(), TwoLevel(group=2), size=4)
     ):
         assert said in ("ring", "two_level(group=2)", "native")
         assert played > 0
         assert sorted(proved) == (["ring of 4", "two_level(group=2) of 4"] if rank == 0 else [])
 
 
-def turns(world: World, native: float) -> tuple[str, dict[str, int]]:
+def count_turns(world: World, native: float) -> tuple[str, dict[str, int]]:
     """Return the chosen algorithm, and how often each was timed.
 
     The backend's own all-reduce takes `native` seconds, the others 1 ms, 2 ms and so on.
@@ -117,7 +117,7 @@ def turns(world: World, native: float) -> tuple[str, dict[str, int]]:
         DoubleTree(1),
     ]
 
-    def seconds(
+    def simulate_exchange_time(
         chooser: AlgorithmChooser, algorithm: Choice, vector: torch.Tensor, row: int
     ) -> float:
         times[str(algorithm)] += 1
@@ -131,7 +131,7 @@ def turns(world: World, native: float) -> tuple[str, dict[str, int]]:
     )
     with (
         patch.object(algorithm_choice, "list_candidates", lambda size, group: others),
-        patch.object(AlgorithmChooser, "_time_exchanges", seconds),
+        patch.object(AlgorithmChooser, "_time_exchanges", simulate_exchange_time),
     ):
         return str(chooser.choose_algorithm(torch.zeros(1000))), dict(times)
 
@@ -144,7 +144,7 @@ def test_backend_all_reduce_is_timed_in_every_round(
     It could even remove the backend's own all-reduce.
     """
     for native, best in ((1.0, "ring"), (1e-3, "native")):
-        for said, times in pool.run(turns, native, size=3):
+        for said, times in pool.run(count_turns, native, size=3):
             assert said == best
             assert times["native"] == times["ring"] == max(times.values())
             assert min(times.values()) >= algorithm_choice.MIN_TURNS

@@ -23,7 +23,7 @@ MACHINE = Machine({"gloo": Link(alpha=1e-4, beta=1e-8)}, gamma=1e-10, cores=1, m
 MB = 1_000_000
 
 
-def priced(
+def price_compression(
     text: str, size: int = 4 * MB, costs: tuple[float, float] = (1e-10, 1e-11), beta: float = 1e-8
 ):  # type: ignore[no-untyped-def]
     chosen = strategy(text)
@@ -38,7 +38,7 @@ def test_sparse_message_goes_to_all_ranks() -> None:
 
     So each rank sends 80,000 bytes to each of the three others.
     """
-    found = priced("data(4, compress=top_k(0.01))")
+    found = price_compression("data(4, compress=top_k(0.01))")
     assert found.payload == 80_000
     assert not found.sends_whole_vectors
     assert found.plain == pytest.approx(6 * 1e-4 + 1.5 * 4e6 * 1e-8 + 0.75 * 4e6 * 1e-10)
@@ -48,11 +48,11 @@ def test_sparse_message_goes_to_all_ranks() -> None:
 
 
 def test_additive_compressor_uses_the_all_reduce() -> None:
-    found = priced("data(4, reduce=ring, compress=bf16)")
+    found = price_compression("data(4, reduce=ring, compress=bf16)")
     assert found.payload == 2 * MB
     assert found.exchange == pytest.approx(6 * 1e-4 + 1.5 * 2e6 * 1e-8 + 0.75 * 2e6 * 1e-10)
     assert found.compute == pytest.approx(4e6 * 1.1e-10)
-    matrix = priced("data(4, compress=power_sgd(1))", size=4 * MB)
+    matrix = price_compression("data(4, compress=power_sgd(1))", size=4 * MB)
     assert matrix.payload == 4 * 2 * 1000  # a square matrix of a million entries
     assert matrix.exchange == pytest.approx(
         2 * (6 * 1e-4 + 1.5 * 4000 * 1e-8 + 0.75 * 4000 * 1e-10)
@@ -64,8 +64,8 @@ def test_larger_sparse_messages_are_sent_dense() -> None:
 
     If r is a hundredth, 100 ranks send as much as without compression.
     """
-    assert not priced("data(90, compress=top_k(0.01))").sends_whole_vectors
-    found = priced("data(110, compress=top_k(0.01))")
+    assert not price_compression("data(90, compress=top_k(0.01))").sends_whole_vectors
+    found = price_compression("data(110, compress=top_k(0.01))")
     assert found.sends_whole_vectors
     assert found.exchange == found.plain
     assert not found.is_faster
@@ -82,22 +82,28 @@ def test_larger_sparse_messages_are_sent_dense() -> None:
     ],
 )
 def test_compression_pays_below_a_bandwidth_only(text: str) -> None:
-    found = priced(text, costs=(2e-9, 5e-10))
+    found = price_compression(text, costs=(2e-9, 5e-10))
     assert 0 < found.bandwidth < float("inf")
-    assert priced(text, costs=(2e-9, 5e-10), beta=1.02 / found.bandwidth).is_faster
-    assert not priced(text, costs=(2e-9, 5e-10), beta=0.98 / found.bandwidth).is_faster
+    assert price_compression(text, costs=(2e-9, 5e-10), beta=1.02 / found.bandwidth).is_faster
+    assert not price_compression(text, costs=(2e-9, 5e-10), beta=0.98 / found.bandwidth).is_faster
 
 
 def test_compression_pays_from_some_length_on() -> None:
     """PowerSGD sends in two rounds instead of one, so it must save the time of one round."""
-    ((first, end),) = priced("data(4, compress=power_sgd(1))", costs=(1e-10, 1e-10)).paying_lengths
+    ((first, end),) = price_compression(
+        "data(4, compress=power_sgd(1))", costs=(1e-10, 1e-10)
+    ).paying_lengths
     assert 4 * 2048 < first < 4 * MB
     assert end == float("inf")
-    assert priced("data(4, compress=power_sgd(1))", int(1.01 * first), (1e-10, 1e-10)).is_faster
-    assert not priced("data(4, compress=power_sgd(1))", int(0.99 * first), (1e-10, 1e-10)).is_faster
+    assert price_compression(
+        "data(4, compress=power_sgd(1))", int(1.01 * first), (1e-10, 1e-10)
+    ).is_faster
+    assert not price_compression(
+        "data(4, compress=power_sgd(1))", int(0.99 * first), (1e-10, 1e-10)
+    ).is_faster
     # shorter vectors are sent without compression
-    assert priced("data(4, compress=top_k(0.01))").paying_lengths[0][0] >= 4 * 2048
-    assert not priced("data(4, compress=top_k(0.01))", costs=(1e-6, 1e-6)).paying_lengths
+    assert price_compression("data(4, compress=top_k(0.01))").paying_lengths[0][0] >= 4 * 2048
+    assert not price_compression("data(4, compress=top_k(0.01))", costs=(1e-6, 1e-6)).paying_lengths
 
 
 def test_costly_compressor_may_pay_for_short_vectors_only() -> None:
@@ -106,11 +112,11 @@ def test_costly_compressor_may_pay_for_short_vectors_only() -> None:
     Earlier, the report said that compression pays for no length, next to a vector for which it
     does pay.
     """
-    ((first, end),) = priced("data(4, compress=int8)", costs=(5e-9, 1e-9)).paying_lengths
+    ((first, end),) = price_compression("data(4, compress=int8)", costs=(5e-9, 1e-9)).paying_lengths
     assert first == 4 * 2048
     assert end < float("inf")
-    assert priced("data(4, compress=int8)", int(end) - 4, (5e-9, 1e-9)).is_faster
-    assert not priced("data(4, compress=int8)", int(end), (5e-9, 1e-9)).is_faster
+    assert price_compression("data(4, compress=int8)", int(end) - 4, (5e-9, 1e-9)).is_faster
+    assert not price_compression("data(4, compress=int8)", int(end), (5e-9, 1e-9)).is_faster
 
 
 @pytest.mark.parametrize(
@@ -127,7 +133,7 @@ def test_costly_compressor_may_pay_for_short_vectors_only() -> None:
 )
 def test_unpriceable_compression_is_refused(text: str, size: int, said: str) -> None:
     with pytest.raises(Refused, match=said.replace("(", "\\(").replace(")", "\\)")):
-        priced(text, size)
+        price_compression(text, size)
 
 
 def test_square_roots_and_squares() -> None:

@@ -48,7 +48,7 @@ LINK = Link(alpha=3.0, beta=0.5)
 GAMMA = 0.25
 
 
-def divisible(size: int) -> int:
+def choose_divisible_length(size: int) -> int:
     """Return a length that every algorithm divides into equal parts."""
     return 12 * count_inner_ranks(size) * size
 
@@ -59,7 +59,7 @@ def divisible(size: int) -> int:
 @pytest.mark.parametrize("schedule", FORMS, ids=str)
 def test_closed_forms_equal_the_clock(schedule: ComposedAllReduce, sizes: range) -> None:
     for size in sizes:
-        length = divisible(size)
+        length = choose_divisible_length(size)
         form = compute_exchange_cost(schedule, size, length)
         for gamma in (0.0, GAMMA):
             clocked = time_schedule(
@@ -82,7 +82,7 @@ def test_closed_forms_equal_the_clock(schedule: ComposedAllReduce, sizes: range)
 @pytest.mark.parametrize("schedule", FORMS, ids=str)
 def test_counts_equal_the_proof(schedule: ComposedAllReduce) -> None:
     for size in (*range(1, 14), 16, 24, 33):
-        length = divisible(size)
+        length = choose_divisible_length(size)
         form = compute_exchange_cost(schedule, size, length)
         proof = prove_schedule(schedule, size, length)
         assert (form.messages, form.sent, form.scratch) == (
@@ -95,7 +95,7 @@ def test_counts_equal_the_proof(schedule: ComposedAllReduce) -> None:
 @pytest.mark.parametrize("schedule", [*FORMS, DoubleTree(4)], ids=str)
 def test_no_schedule_is_below_the_lower_bounds(schedule: ComposedAllReduce) -> None:
     for size in (2, 3, 4, 7, 8, 13, 16):
-        length = divisible(size)
+        length = choose_divisible_length(size)
         bounds = compute_lower_bounds(size, length)
         clocked = time_schedule(
             schedule, size, length, Cluster(LINK, GAMMA), element_bytes=1
@@ -131,7 +131,9 @@ def test_halving_has_optimal_bytes_and_twice_the_rounds() -> None:
 )
 def test_two_level_cost_is_the_sum_of_its_parts(schedule: TwoLevel, size: int) -> None:
     cluster = Cluster(LINK, GAMMA, inside=Link(0.5, 0.125))
-    length = divisible(size) * divisible(schedule.require_group_size(size))
+    length = choose_divisible_length(size) * choose_divisible_length(
+        schedule.require_group_size(size)
+    )
     grouped = Cluster(LINK, GAMMA, inside=cluster.inside, group=schedule.require_group_size(size))
     assert (
         predict_exchange_seconds(schedule, size, length, cluster, 1)

@@ -48,13 +48,13 @@ def invoke(words: list[str]) -> Any:
     return CliRunner().invoke(app, words)
 
 
-def small_link(world: World) -> tuple[Link, float]:
+def measure_small_link(world: World) -> tuple[Link, float]:
     return measure_link(world, sizes=(64, 1 << 12, 1 << 18), rounds=1)
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_measured_link_is_known_to_all_ranks(pool: Launcher, backend: str) -> None:
-    answers = pool.run(small_link, size=3, backend=backend)
+    answers = pool.run(measure_small_link, size=3, backend=backend)
     link, error = answers[0]
     assert answers == [(link, error)] * 3
     assert link.compute_port_seconds(1 << 18) >= link.compute_port_seconds(64) > 0
@@ -66,7 +66,9 @@ def test_measured_link_is_known_to_all_ranks(pool: Launcher, backend: str) -> No
 BYTES = (64, 1 << 14, 1 << 18, 1 << 20, 1 << 22)
 
 
-def disturbed_link(world: World, slow: Callable[[int, int], bool]) -> tuple[Link, float, int]:
+def measure_disturbed_link(
+    world: World, slow: Callable[[int, int], bool]
+) -> tuple[Link, float, int]:
     """Measure a simulated link of 50 us and 1 GB/s, while other programs disturb it.
 
     A message is three times slower if slow(bytes, round) is true.
@@ -74,7 +76,7 @@ def disturbed_link(world: World, slow: Callable[[int, int], bool]) -> tuple[Link
     # Before its first round, each size is played twice to choose the number of repetitions.
     rounds = dict.fromkeys(BYTES, -2)
 
-    def played(
+    def simulate_play(
         world: World, vector: torch.Tensor, program: object, peer: int, times: int
     ) -> tuple[float, float]:
         size = vector.nbytes // link_measurement.STREAM_PARTS
@@ -85,7 +87,7 @@ def disturbed_link(world: World, slow: Callable[[int, int], bool]) -> tuple[Link
             (2 if ping_pong else 1) * taken + (40e-6 if ping_pong else 0)
         ), times * 10e-6
 
-    with patch.object(link_measurement, "_time_play", played):
+    with patch.object(link_measurement, "_time_play", simulate_play):
         link, error = measure_link(world, BYTES)
     return link, error, rounds[1 << 22]
 
@@ -106,7 +108,7 @@ def test_link_speed_is_measured_despite_other_work(
 
     If a few commands ran while 4 MB were measured, the prediction for 16 MB was 60 % too slow.
     """
-    link, error, rounds = pool.run(disturbed_link, slow, size=2)[0]
+    link, error, rounds = pool.run(measure_disturbed_link, slow, size=2)[0]
     assert link.compute_port_seconds(1 << 24) == pytest.approx(50e-6 + 1e-9 * (1 << 24), rel=1e-3)
     assert error < 1e-3
     assert link.disturbed is not None
@@ -122,7 +124,7 @@ def play(world: World, algorithm: object, vector: torch.Tensor) -> None:
         run_all_reduce(algorithm, vector, world)  # type: ignore[arg-type]
 
 
-def chosen(world: World, machine: Machine | None) -> tuple[list[str], bool]:
+def choose_for_lengths(world: World, machine: Machine | None) -> tuple[list[str], bool]:
     """Choose an algorithm for two lengths, one of them twice.
 
     Returns the messages about the choices, and whether the sums are right.
@@ -155,7 +157,7 @@ def test_all_ranks_choose_alike_once_per_size(pool: Launcher, machine: Machine |
         if machine
         else None
     )
-    answers = pool.run(chosen, given, size=3)
+    answers = pool.run(choose_for_lengths, given, size=3)
     told, right = answers[0]
     assert right
     assert all(answer == answers[0] for answer in answers)
@@ -164,7 +166,7 @@ def test_all_ranks_choose_alike_once_per_size(pool: Launcher, machine: Machine |
     assert ("given" if machine else "measured just before") in told[0]
 
 
-def known_on_hosts(
+def measure_hosts(
     world: World, hosts: list[int], machine: Machine | None
 ) -> tuple[Cluster | None, str]:
     """Return the measured cluster, and the source of its links.
@@ -173,14 +175,16 @@ def known_on_hosts(
     shows which peer was measured.
     """
 
-    def asked(world: World, sizes: object, rounds: int, peer: int = 1) -> tuple[Link, float]:
+    def simulate_link(
+        world: World, sizes: object, rounds: int, peer: int = 1
+    ) -> tuple[Link, float]:
         return Link(alpha=1e-6 * peer, beta=1e-9), 0.0
 
     told: list[str] = []
     # no time for trials, which other tests cover
     with (
         patch.object(link_measurement, "count_local_ranks", lambda: hosts[world.rank]),
-        patch.object(algorithm_choice, "measure_link", asked),
+        patch.object(algorithm_choice, "measure_link", simulate_link),
         patch.object(algorithm_choice, "TRIAL_SECONDS", 0.0),
     ):
         chooser = AlgorithmChooser(
@@ -236,7 +240,7 @@ def test_choice_over_hosts_and_their_links(
     Earlier, each rank used its own host, so ranks would have tried different candidates. Later,
     all used the host of rank 0, and the clock simulated hosts that do not exist.
     """
-    answers = pool.run(known_on_hosts, hosts, machine, size=4)
+    answers = pool.run(measure_hosts, hosts, machine, size=4)
     assert answers == [answers[0]] * 4
     cluster, told = answers[0]
     assert cluster.link.alpha == pytest.approx(link)

@@ -84,7 +84,7 @@ class Own(nn.Module):
         return functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
 
 
-def sequence(*, length: int = 7) -> Tensor:
+def make_sequence(*, length: int = 7) -> Tensor:
     return torch.randn(3, length, 6)
 
 
@@ -93,7 +93,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
     "linear": (lambda: nn.Linear(6, 5), (torch.randn(4, 6),)),
     "linear of three dimensions, without bias": (
         lambda: nn.Linear(6, 5, bias=False),
-        (sequence(),),
+        (make_sequence(),),
     ),
     "conv1d": (lambda: nn.Conv1d(6, 4, 3, dilation=2), (torch.randn(3, 6, 11),)),
     "conv2d": (lambda: nn.Conv2d(4, 6, (3, 2), stride=2, padding=1), (torch.randn(3, 4, 9, 8),)),
@@ -110,25 +110,28 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
         lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, groups=2),
         (torch.randn(3, 4, 5, 6),),
     ),
-    "rnn": (lambda: nn.RNN(6, 5, nonlinearity="relu"), (sequence(),)),
-    "gru": (lambda: nn.GRU(6, 5, num_layers=3, batch_first=True), (sequence(),)),
-    "lstm": (lambda: nn.LSTM(6, 5, batch_first=True), (sequence(),)),
+    "rnn": (lambda: nn.RNN(6, 5, nonlinearity="relu"), (make_sequence(),)),
+    "gru": (lambda: nn.GRU(6, 5, num_layers=3, batch_first=True), (make_sequence(),)),
+    "lstm": (lambda: nn.LSTM(6, 5, batch_first=True), (make_sequence(),)),
     "lstm of both directions": (
         lambda: nn.LSTM(6, 5, 2, bidirectional=True, bias=False),
-        (sequence(),),
+        (make_sequence(),),
     ),
-    "lstm with projection": (lambda: nn.LSTM(6, 5, 2, proj_size=3, dropout=0.5), (sequence(),)),
-    "lstm of a packed sequence": (lambda: Packed(nn.LSTM(6, 5, 2)), (sequence(),)),
+    "lstm with projection": (
+        lambda: nn.LSTM(6, 5, 2, proj_size=3, dropout=0.5),
+        (make_sequence(),),
+    ),
+    "lstm of a packed sequence": (lambda: Packed(nn.LSTM(6, 5, 2)), (make_sequence(),)),
     "attention": (
         lambda: Twice(nn.MultiheadAttention(6, 2, batch_first=True, dropout=0.1)),
-        (sequence(),),
+        (make_sequence(),),
     ),
     "attention to another sequence": (
         lambda: nn.MultiheadAttention(6, 2, batch_first=True, kdim=6, vdim=4),
-        (sequence(), sequence(length=5), torch.randn(3, 5, 4)),
+        (make_sequence(), make_sequence(length=5), torch.randn(3, 5, 4)),
     ),
-    "encoder": (lambda: nn.TransformerEncoderLayer(6, 2, 16, batch_first=True), (sequence(),)),
-    "own": (Own, (sequence(),)),
+    "encoder": (lambda: nn.TransformerEncoderLayer(6, 2, 16, batch_first=True), (make_sequence(),)),
+    "own": (Own, (make_sequence(),)),
 }
 
 
@@ -143,7 +146,7 @@ class Twice(nn.Module):
         return self.layer(inputs, inputs, inputs)
 
 
-def products(
+def count_products(
     model: nn.Module, inputs: tuple[Tensor, ...]
 ) -> tuple[tuple[int, int], tuple[int, int], list[str]]:
     """Return (forward, backward) flops of paragrad and of torch, and what was not counted."""
@@ -178,7 +181,7 @@ def test_matrix_product_flops_equal_the_torch_counter(
     model = around(make())
     for parameter in model.layer.parameters():
         parameter.requires_grad_(trained)
-    ours, torchs, missed = products(model, inputs)
+    ours, torchs, missed = count_products(model, inputs)
     assert ours == torchs
     assert min(ours) > 0
     assert missed == []
@@ -202,7 +205,7 @@ def test_recurrent_cells_called_step_by_step() -> None:
             assert state is not None
             return state[0]
 
-    ours, torchs, missed = products(Loop(), (sequence(),))
+    ours, torchs, missed = count_products(Loop(), (make_sequence(),))
     assert ours == torchs
     assert missed == []
 
@@ -315,29 +318,32 @@ def test_depth_of_a_sum_is_a_binary_tree(terms: int) -> None:
     assert layer_costs.compute_sum_depth(terms) == rounds
 
 
-def waves(found: sequence_costs.RecurrentLayers) -> int:
+def compute_longest_chain(found: sequence_costs.RecurrentLayers) -> int:
     """Return the length of the longest chain to the last outputs, computed cell by cell."""
     gates_of_state = 1 + layer_costs.compute_sum_depth(found.hidden + 1)
     tail = found.cell.forward
 
     @functools.cache
-    def ready(layer: int, direction: int, step: int) -> int:
+    def compute_ready_time(layer: int, direction: int, step: int) -> int:
         wide = found.inputs if layer == 0 else found.hidden * found.directions
         below = (
             0
             if layer == 0
             else max(
-                ready(layer - 1, each, found.steps - 1 - step if each != direction else step)
+                compute_ready_time(
+                    layer - 1, each, found.steps - 1 - step if each != direction else step
+                )
                 for each in range(found.directions)
             )
         )
-        before = ready(layer, direction, step - 1) if step else 0
+        before = compute_ready_time(layer, direction, step - 1) if step else 0
         return (
             max(below + 1 + layer_costs.compute_sum_depth(wide + 1), before + gates_of_state) + tail
         )
 
     return max(
-        ready(found.layers - 1, direction, found.steps - 1) for direction in range(found.directions)
+        compute_ready_time(found.layers - 1, direction, found.steps - 1)
+        for direction in range(found.directions)
     )
 
 
@@ -354,7 +360,7 @@ def test_the_depth_of_a_recurrent_layer_is_that_of_its_graph(
     found = sequence_costs.RecurrentLayers(
         sequence_costs.CELLS[cell], 3 * steps, 3, steps, inputs, hidden, count
     )
-    assert found.count_passes()[0].depth == waves(found)
+    assert found.count_passes()[0].depth == compute_longest_chain(found)
 
 
 @pytest.mark.parametrize("directions", [1, 2])
@@ -436,7 +442,7 @@ POINTS = TensorDataset(
 )
 
 
-def mine(model: Callable[[], Any], **changes: Any) -> Job:
+def make_points_job(model: Callable[[], Any], **changes: Any) -> Job:
     return Job(
         model=model,
         loss=functional.cross_entropy,
@@ -460,13 +466,13 @@ def test_functions_count_as_modules_do() -> None:
             return functional.linear(self.second(hidden).sigmoid(), torch.eye(3))
 
     modules = profile_job(
-        mine(
+        make_points_job(
             lambda: nn.Sequential(
                 nn.Linear(6, 8, bias=False), nn.ReLU(), nn.Linear(8, 3), nn.Sigmoid()
             )
         )
     )
-    functions = profile_job(mine(Functions))
+    functions = profile_job(make_points_job(Functions))
     known = [(each.kind, each.output) for each in modules.layers]
     assert [(each.kind, each.output) for each in functions.layers][1:] == known[1:]
     assert functions.layers[0].name == "model (Functions)"
@@ -499,7 +505,7 @@ def test_unknown_function_is_named() -> None:
         def forward(self, inputs: Tensor) -> Tensor:
             return Doubled.apply(torch.einsum("ni,ij->nj", inputs, self.weight).cumsum(1).cumsum(1))
 
-    found = profile_job(mine(lambda: nn.Sequential(Odd(), nn.Linear(6, 3))))
+    found = profile_job(make_points_job(lambda: nn.Sequential(Odd(), nn.Linear(6, 3))))
     assert found.not_counted == (
         "0 (Odd): einsum",
         "0 (Odd): cumsum, 2 times",
@@ -521,7 +527,7 @@ def test_profiling_leaves_the_model_unchanged() -> None:
     before = {name: value.clone() for name, value in held.state_dict().items()}
     points = POINTS.tensors[0].clone()
     states = torch.get_rng_state(), numpy.random.get_state()[1].tolist(), random.getstate()
-    found = profile_job(mine(lambda: held))
+    found = profile_job(make_points_job(lambda: held))
     assert {each.kind for each in found.layers} == {
         "fully connected",
         "batch norm",
@@ -541,12 +547,15 @@ def test_profiling_leaves_the_model_unchanged() -> None:
 
 def test_types_and_batches() -> None:
     """Twice the batch is twice the work, and float64 is twice the bytes; autocast is counted."""
-    small, large = (profile_job(mine(lambda: nn.Linear(6, 3), batch=batch)) for batch in (16, 32))
+    small, large = (
+        profile_job(make_points_job(lambda: nn.Linear(6, 3), batch=batch)) for batch in (16, 32)
+    )
     assert large.work == 2 * small.work
-    double = profile_job(mine(lambda: nn.Linear(6, 3), dtype=torch.float64))
+    double = profile_job(make_points_job(lambda: nn.Linear(6, 3), dtype=torch.float64))
     assert double.layers[0].output.bytes == 2 * small.layers[0].output.bytes
     assert (
-        profile_job(mine(lambda: nn.Linear(6, 3), dtype=torch.bfloat16)).products == small.products
+        profile_job(make_points_job(lambda: nn.Linear(6, 3), dtype=torch.bfloat16)).products
+        == small.products
     )
 
 
@@ -564,11 +573,11 @@ def test_invalid_profile_is_refused_with_the_repair() -> None:
     with pytest.raises(
         Refused, match="job mine: one batch through the model raised RuntimeError: not today"
     ):
-        profile_job(mine(Sometimes))
+        profile_job(make_points_job(Sometimes))
     with pytest.raises(Refused, match=r"a job is a paragrad.Job; got str"):
         profile_job("digits")  # type: ignore[arg-type]
     with pytest.raises(Refused, match="model must be a function that builds the model"):
-        profile_job(mine(nn.Linear(6, 3)))
+        profile_job(make_points_job(nn.Linear(6, 3)))
 
 
 def test_work_command() -> None:

@@ -46,12 +46,14 @@ PIPELINES = [
 ]
 
 
-def trained(pool: Launcher, folder: Path, text: str, job: pg.Job = JOB, **settings: Any) -> Record:
+def train_and_record(
+    pool: Launcher, folder: Path, text: str, job: pg.Job = JOB, **settings: Any
+) -> Record:
     train_on_ranks(pool, validate_run(job, text, Settings(**settings)), folder)
     return Record(folder)
 
 
-def apart(spans: list[tuple[float, float]]) -> bool:
+def has_no_overlap(spans: list[tuple[float, float]]) -> bool:
     """Return whether the spans do not overlap, except by rounded microseconds."""
     return all(one[1] <= other[0] + 2e-6 for one, other in pairwise(sorted(spans)))
 
@@ -63,7 +65,7 @@ def test_detailed_step_follows_its_schedule(pool: Launcher, tmp_path: Path, text
 
     The actions of a rank do not overlap. No message arrives before it is posted.
     """
-    record = trained(pool, tmp_path, text)
+    record = train_and_record(pool, tmp_path, text)
     schedule = find_recorded_schedule(record)
     size = record.header["workers"]
     assert schedule is not None
@@ -93,7 +95,7 @@ def test_detailed_step_follows_its_schedule(pool: Launcher, tmp_path: Path, text
                 "update",
             ]
             assert "wait for loss" in [span.name for span in own]
-            assert apart([(span.start, span.start + span.seconds) for span in own])
+            assert has_no_overlap([(span.start, span.start + span.seconds) for span in own])
             for span in own:
                 if span.lane == "receive":
                     source, _, slot = span.name[1:].partition(":")
@@ -110,7 +112,7 @@ def test_only_some_steps_are_recorded_in_detail(pool: Launcher, tmp_path: Path) 
         (tmp_path / "traced", {"trace": tmp_path / "trace.json"}, set(range(20))),
     ):
         folder.mkdir()
-        record = trained(pool, folder, "pipeline(2, micro=2)", **settings)
+        record = train_and_record(pool, folder, "pipeline(2, micro=2)", **settings)
         for rank in range(2):
             assert {
                 span["step"]
@@ -124,7 +126,7 @@ def test_evaluation_between_epochs_is_not_in_a_step(pool: Launcher, tmp_path: Pa
 
     So were the gathers that fully_sharded makes for a test.
     """
-    record = trained(pool, tmp_path, "pipeline(2, micro=2)", JOB.replace(test=VECTORS))
+    record = train_and_record(pool, tmp_path, "pipeline(2, micro=2)", JOB.replace(test=VECTORS))
     for rank in range(2):
         computed = [
             (span["step"], span["name"])
@@ -133,7 +135,7 @@ def test_evaluation_between_epochs_is_not_in_a_step(pool: Launcher, tmp_path: Pa
         ]
         assert len(computed) == len(set(computed)) == 20 * 4
     (folder := tmp_path / "sharded").mkdir()
-    record = trained(
+    record = train_and_record(
         pool,
         folder,
         "data(2, state=fully_sharded)",
@@ -151,7 +153,7 @@ def test_evaluation_between_epochs_is_not_in_a_step(pool: Launcher, tmp_path: Pa
 
 def test_short_batches_are_not_shown_or_fitted(pool: Launcher, tmp_path: Path) -> None:
     """29 samples in batches of 15 make every second step shorter, with as many micro-batches."""
-    record = trained(pool, tmp_path, "pipeline(2, micro=2)", JOB.replace(batch=15))
+    record = train_and_record(pool, tmp_path, "pipeline(2, micro=2)", JOB.replace(batch=15))
     assert all(number % 2 == 0 for number in read_step_timelines(record, DETAILED_STEPS))
     assert len(read_step_timelines(record, DETAILED_STEPS)) >= 4
 
@@ -168,7 +170,7 @@ def test_short_batches_are_not_shown_or_fitted(pool: Launcher, tmp_path: Path) -
 def test_every_strategy_has_a_step_timeline(
     pool: Launcher, tmp_path: Path, text: str, waits: set[str]
 ) -> None:
-    record = trained(pool, tmp_path, text)
+    record = train_and_record(pool, tmp_path, text)
     _, step = select_median_step(read_step_timelines(record)) or (0, None)
     assert step is not None
     for rank in range(record.header["workers"]):
@@ -199,7 +201,7 @@ def test_trace_is_valid_for_perfetto(pool: Launcher, tmp_path: Path, text: str) 
     of one process, and ends in a slice of another.
     """
     path = tmp_path / "trace.json"
-    record = trained(pool, tmp_path, text, trace=path)
+    record = train_and_record(pool, tmp_path, text, trace=path)
     found = json.loads(path.read_text())["traceEvents"]
     slices = [event for event in found if event["ph"] == "X"]
     assert all(
@@ -240,7 +242,7 @@ def test_trace_is_valid_for_perfetto(pool: Launcher, tmp_path: Path, text: str) 
 def test_failed_run_keeps_its_trace(pool: Launcher, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     with pytest.raises(pg.RankFailed):
-        trained(
+        train_and_record(
             pool, tmp_path, "data(2, reduce=ring)", make_job("breaks", Breaks, VECTORS), trace=path
         )
     steps = {
@@ -278,9 +280,9 @@ def test_clock_predicts_steps_after_the_fitted_ones(
     job = (
         make_job("mlp", make_mlp, VECTORS, batch=8, epochs=5)
         if "interleaved" not in text
-        else make_job("deep", deep, VECTORS, batch=8, epochs=5)
+        else make_job("deep", make_deep_mlp, VECTORS, batch=8, epochs=5)
     )
-    record = trained(pool, tmp_path, text, job)
+    record = train_and_record(pool, tmp_path, text, job)
     found = predict_step(record)
     schedule = find_recorded_schedule(record)
     size = record.header["workers"]
@@ -303,14 +305,14 @@ def test_clock_predicts_steps_after_the_fitted_ones(
         assert computed == told
 
 
-def deep() -> Any:
+def make_deep_mlp() -> Any:
     from torch import nn
 
     return nn.Sequential(*(nn.Linear(10, 10) for _ in range(3)), nn.Linear(10, 4))
 
 
 def test_step_without_a_schedule_has_no_prediction(pool: Launcher, tmp_path: Path) -> None:
-    assert predict_step(trained(pool, tmp_path, "data(2, reduce=ring)")) is None
+    assert predict_step(train_and_record(pool, tmp_path, "data(2, reduce=ring)")) is None
 
 
 def test_median_of_some_steps() -> None:

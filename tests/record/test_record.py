@@ -21,7 +21,7 @@ from paragrad.record.step_times import list_joint_seconds
 pytestmark = pytest.mark.pure
 
 
-def written(folder: Path, shares: list[list[range]], samples: int = 10) -> Record:
+def write_run(folder: Path, shares: list[list[range]], samples: int = 10) -> Record:
     """Write a run of one epoch in which each rank recorded these ranges of positions."""
     with Recorder(folder / "run.jsonl") as record:
         record.write_line("run", job={"samples": samples}, seed=3)
@@ -42,7 +42,7 @@ def written(folder: Path, shares: list[list[range]], samples: int = 10) -> Recor
 
 
 def test_record_round_trip(tmp_path: Path) -> None:
-    record = written(tmp_path, [[range(3), range(6, 8)], [range(3, 6), range(8, 10)]])
+    record = write_run(tmp_path, [[range(3), range(6, 8)], [range(3, 6), range(8, 10)]])
     assert record.losses == [2.0, 2.0]
     assert record.seconds_per_step == 0.2  # the slowest rank counts
     assert record.sent_per_step == {"gradients": {"bytes": 100, "computed": False}}
@@ -58,7 +58,7 @@ def test_memory_is_that_of_the_fullest_rank(tmp_path: Path) -> None:
     Earlier, every rank recorded its memory, but no code read it. Records without it are still
     readable.
     """
-    assert written(tmp_path, [[range(5)], [range(5, 10)]]).memory == {}
+    assert write_run(tmp_path, [[range(5)], [range(5, 10)]]).memory == {}
     for rank in range(2):
         with Recorder(tmp_path / f"rank-{rank}.jsonl") as record:
             record.write_line(
@@ -71,7 +71,7 @@ def test_memory_is_that_of_the_fullest_rank(tmp_path: Path) -> None:
 
 
 def test_audit_finds_duplicate_and_missing_samples(tmp_path: Path) -> None:
-    audit = written(tmp_path, [[range(3), range(6, 8)], [range(2, 6), range(8, 9)]]).sample_count
+    audit = write_run(tmp_path, [[range(3), range(6, 8)], [range(2, 6), range(8, 9)]]).sample_count
     assert (audit.seen, audit.twice, audit.missed) == (9, 1, 1)
 
 
@@ -80,7 +80,7 @@ def test_order_of_earlier_versions_is_read_as_ranges(tmp_path: Path) -> None:
 
     A step left the range out if it equalled that of the step before.
     """
-    written(tmp_path, [[], []], samples=8)
+    write_run(tmp_path, [[], []], samples=8)
     for rank, orders in enumerate((["[0,4]", "[4,6]"], ["[0,0]", "[6,8]"])):
         with (tmp_path / f"rank-{rank}.jsonl").open("w") as file:
             for step, order in enumerate(orders):
@@ -100,7 +100,7 @@ def test_order_of_earlier_versions_is_read_as_ranges(tmp_path: Path) -> None:
 
 def test_audit_counts_every_range_of_a_step(tmp_path: Path) -> None:
     """A step has a range for each micro-batch; the first sample may be on any rank, or on none."""
-    written(tmp_path, [[]], samples=12)
+    write_run(tmp_path, [[]], samples=12)
     for rank, order in enumerate(([[3, 5], [7, 9]], [[0, 3], [5, 7], [8, 11]])):
         with Recorder(tmp_path / f"rank-{rank}.jsonl") as record:
             record.write_line("step", epoch=0, step=0, order=order)
@@ -200,7 +200,7 @@ def test_first_version_is_read_and_later_ones_refused(
 
     A record of a later version than this one is refused, because its meaning is unknown.
     """
-    record = written(tmp_path, [[range(3), range(3, 10)]])
+    record = write_run(tmp_path, [[range(3), range(3, 10)]])
     with Recorder(tmp_path / "rank-0.jsonl") as rank:
         rank.write_line(
             "span",
@@ -318,7 +318,7 @@ def test_refused_resume_leaves_the_record_unchanged(tmp_path: Path) -> None:
 
 def test_audit_of_overlapping_ranges_is_fast(tmp_path: Path) -> None:
     """The count works with ranges; earlier, it counted 10^8 samples of an epoch one by one."""
-    audit = written(tmp_path, [[range(3), range(2, 6)], [range(2, 4), range(0)]]).sample_count
+    audit = write_run(tmp_path, [[range(3), range(2, 6)], [range(2, 4), range(0)]]).sample_count
     assert (audit.seen, audit.twice, audit.missed) == (6, 2, 4)
 
 
@@ -330,7 +330,7 @@ def test_asynchronous_step_ends_with_its_last_share() -> None:
     the other. So a comparison and its charts showed no gain.
     """
 
-    def share(
+    def make_share(
         step: int, first: int, start: float, seconds: float, epoch: int = 0
     ) -> dict[str, Any]:
         return {
@@ -342,18 +342,18 @@ def test_asynchronous_step_ends_with_its_last_share() -> None:
         }
 
     # the fast worker: a share ends every second
-    fast = [share(step, 0, step * 1.0, 1.0) for step in range(4)]
+    fast = [make_share(step, 0, step * 1.0, 1.0) for step in range(4)]
     # the slow worker: a share ends every three seconds
-    slow = [share(0, 4, 0.0, 3.0), share(1, 4, 3.0, 3.0)]
+    slow = [make_share(0, 4, 0.0, 3.0), make_share(1, 4, 3.0, 3.0)]
     # two more shares, which the fast worker takes over
-    rest = [share(2, 4, 4.0, 1.0), share(3, 4, 5.0, 1.0)]
+    rest = [make_share(2, 4, 4.0, 1.0), make_share(3, 4, 5.0, 1.0)]
     steps = [list(each) for each in zip(fast, [*slow, *rest], strict=True)]
     assert list_joint_seconds(steps, 2) == [(5.0 - 0.0) / 2, (6.0 - 5.0) / 2]
     # a share that is computed again had ended before
-    late = [share(0, 4, 7.0, 1.0)]
+    late = [make_share(0, 4, 7.0, 1.0)]
     assert list_joint_seconds([steps[0] + late, *steps[1:]], 2) == [2.5, 0.5]
     apart = [
-        [share(step, 4 * step, start, 1.0, epoch)]
+        [make_share(step, 4 * step, start, 1.0, epoch)]
         for step, start, epoch in
         # two rounds of clients on two workers
         ((0, 0.0, 0), (1, 0.0, 0), (2, 1.0, 0), (3, 9.0, 1))

@@ -76,13 +76,13 @@ def browser(width: int = 1100, height: int = 800) -> Iterator[Any]:
         options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
         driver = Chrome(options=options, service=Service(executable_path=str(DRIVER)))
         try:
-            resized(driver, width, height)
+            resize_screen(driver, width, height)
             yield driver
         finally:
             driver.quit()
 
 
-def resized(driver: Any, width: int, height: int, scale: float = 1.0) -> None:
+def resize_screen(driver: Any, width: int, height: int, scale: float = 1.0) -> None:
     """Set the size of the screen in CSS pixels; below a width of 600 it is a phone's screen."""
     driver.execute_cdp_cmd(
         "Emulation.setDeviceMetricsOverride",
@@ -90,13 +90,13 @@ def resized(driver: Any, width: int, height: int, scale: float = 1.0) -> None:
     )
 
 
-def screenshot(
+def save_screenshot(
     file: Path, picture: Path, width: int = 1100, height: int | None = None, scale: float = 1.0
 ) -> None:
     """Save the page as a PNG: its first `height` CSS pixels, or the whole page."""
     with browser(width) as driver:
         driver.get(file.resolve().as_uri())
-        resized(
+        resize_screen(
             driver,
             width,
             height or driver.execute_script("return document.documentElement.scrollHeight"),
@@ -109,7 +109,7 @@ def screenshot(
         )
 
 
-def opened(driver: Any, file: Path) -> None:
+def open_page(driver: Any, file: Path) -> None:
     """Open a page; assert that the console is empty, and that only the page is requested."""
     driver.get(file.resolve().as_uri())
     assert driver.get_log("browser") == []
@@ -120,7 +120,7 @@ def opened(driver: Any, file: Path) -> None:
     ] == [file.resolve().as_uri()]
 
 
-def table_of(driver: Any) -> list[dict[str, str]]:
+def read_table(driver: Any) -> list[dict[str, str]]:
     """Return the rows that the browser shows, each as column -> text."""
     found = driver.execute_script(
         "return [...document.querySelectorAll('[data-row]')].map(cell => [cell.dataset.row, "
@@ -134,7 +134,7 @@ def table_of(driver: Any) -> list[dict[str, str]]:
 
 # ---- a real comparison -----------------------------------------------------------------------
 @pytest.fixture(scope="module")
-def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def comparison_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Compare digits under two strategies and the rounding baseline, with two seeds and a goal.
 
     Returns the folder of the comparison, with its page.
@@ -152,9 +152,9 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @in_browser
-def test_page_opens_without_errors_and_shows_every_chart(compared: Path) -> None:
+def test_page_opens_without_errors_and_shows_every_chart(comparison_folder: Path) -> None:
     with browser() as driver:
-        opened(driver, compared / "page.html")
+        open_page(driver, comparison_folder / "page.html")
         drawn = driver.execute_script(
             "return [...document.querySelectorAll('figure svg[role=img]')].map(chart => "
             "[chart.getBoundingClientRect().width > 300, chart.querySelectorAll('path').length > "
@@ -175,28 +175,28 @@ def test_page_opens_without_errors_and_shows_every_chart(compared: Path) -> None
 
 
 @in_browser
-def test_page_numbers_equal_the_record(compared: Path) -> None:
+def test_page_numbers_equal_the_record(comparison_folder: Path) -> None:
     """The test computes every cell again, from the lines that the ranks wrote."""
     with browser() as driver:
-        opened(driver, compared / "page.html")
-        rows = table_of(driver)
+        open_page(driver, comparison_folder / "page.html")
+        rows = read_table(driver)
     assert [row["strategy"] for row in rows] == [
         "serial",
         "data(2, reduce=ring)",
         "rounding baseline",
     ]
     all_threads, baseline = (
-        measure_step_time([Record(path) for path in compared.glob(pattern)])
+        measure_step_time([Record(path) for path in comparison_folder.glob(pattern)])
         for pattern in ("01-serial-seed-*", "baseline-serial-threads-1")
     )
     assert all_threads
     assert baseline
     comparison = [
-        json.loads(line) for line in (compared / "compare.jsonl").read_text().splitlines()
+        json.loads(line) for line in (comparison_folder / "compare.jsonl").read_text().splitlines()
     ]
     (difference,) = [line for line in comparison if line["kind"] == "difference"]
     for row, names in zip(rows, comparison[0]["rows"], strict=True):
-        records = [Record(compared / name) for name in names]
+        records = [Record(comparison_folder / name) for name in names]
         tests = numpy.array(
             [
                 [line["test"]["value"] for line in record.ranks[0] if line["kind"] == "epoch"][-1]
@@ -204,8 +204,8 @@ def test_page_numbers_equal_the_record(compared: Path) -> None:
             ]
         )
         assert row["test accuracy"] == f"{tests.mean():.2f} ± {tests.std(ddof=1):.2f}"
-        step = median(milliseconds(record) for record in records)
-        reached = [goal(record, 80.0, step) for record in records]
+        step = median(compute_step_milliseconds(record) for record in records)
+        reached = [find_goal(record, 80.0, step) for record in records]
         for column, place, digits in (
             ("seconds", 0, ".1f"),
             ("epochs", 1, ".1f"),
@@ -221,10 +221,12 @@ def test_page_numbers_equal_the_record(compared: Path) -> None:
         )
         assert row["over 1 thread"].rstrip("!") == str(baseline.divide_by(times))
         assert row["parameters"].split() == [
-            hashlib.sha256((compared / name / "model.safetensors").read_bytes()).hexdigest()[:8]
+            hashlib.sha256(
+                (comparison_folder / name / "model.safetensors").read_bytes()
+            ).hexdigest()[:8]
             for name in names
         ]
-    ring = Record(compared / "02-data-2-reduce-ring-seed-0")
+    ring = Record(comparison_folder / "02-data-2-reduce-ring-seed-0")
     most = max(
         line["sent"]["gradients"]["bytes"]
         for lines in ring.ranks
@@ -235,11 +237,11 @@ def test_page_numbers_equal_the_record(compared: Path) -> None:
     assert float(rows[1]["difference"]) == pytest.approx(difference["value"], rel=0.05)
     assert rows[1]["where largest"] == difference["tensor"]
     assert rows[1]["memory"] == format_bytes(
-        sum(Record(compared / "02-data-2-reduce-ring-seed-0").fullest.values())
+        sum(Record(comparison_folder / "02-data-2-reduce-ring-seed-0").fullest.values())
     )
 
 
-def milliseconds(record: Record) -> float:
+def compute_step_milliseconds(record: Record) -> float:
     """Return the median step time of the slowest rank, without the first step."""
     return max(
         1e3 * median([line["seconds"] for line in lines if line["kind"] == "step"][1:])
@@ -247,7 +249,7 @@ def milliseconds(record: Record) -> float:
     )
 
 
-def goal(record: Record, value: float, milliseconds: float) -> tuple[float, int, int]:
+def find_goal(record: Record, value: float, milliseconds: float) -> tuple[float, int, int]:
     """Return (seconds, epochs, samples) up to the first test that reaches the value.
 
     The ranks recorded which samples they used.
@@ -266,9 +268,9 @@ def goal(record: Record, value: float, milliseconds: float) -> tuple[float, int,
 
 
 @in_browser
-def test_page_fits_a_phone_and_prints(compared: Path, tmp_path: Path) -> None:
+def test_page_fits_a_phone_and_prints(comparison_folder: Path, tmp_path: Path) -> None:
     with browser(*PHONE) as driver:
-        opened(driver, compared / "page.html")
+        open_page(driver, comparison_folder / "page.html")
         width, inner = driver.execute_script(
             "return [document.documentElement.scrollWidth, window.innerWidth]"
         )
@@ -285,12 +287,12 @@ def test_page_fits_a_phone_and_prints(compared: Path, tmp_path: Path) -> None:
         printed = base64.b64decode(driver.print_page())
     assert printed.startswith(b"%PDF")
     assert 1 <= len(re.findall(rb"/Type\s*/Page\b", printed)) <= 6
-    screenshot(compared / "page.html", tmp_path / "page.png", height=700)
+    save_screenshot(comparison_folder / "page.html", tmp_path / "page.png", height=700)
     assert struct.unpack(">II", (tmp_path / "page.png").read_bytes()[16:24]) == (1100, 700)
 
 
-def test_page_needs_no_network_and_names_its_command(compared: Path) -> None:
-    text = (compared / "page.html").read_text(encoding="utf-8")
+def test_page_needs_no_network_and_names_its_command(comparison_folder: Path) -> None:
+    text = (comparison_folder / "page.html").read_text(encoding="utf-8")
     assert not re.search(
         r"""(src|href)\s*=(?!\s*["']?\#)|url\((?!\#)|@import|<script|<link""", text
     )
@@ -298,7 +300,7 @@ def test_page_needs_no_network_and_names_its_command(compared: Path) -> None:
     assert len(ids) == len(set(ids))
     assert set(re.findall(r'(?:href="|url\()#([^")]*)', text)) <= set(ids)
     shown = unescape(re.sub(r"<[^>]*>", "", text))
-    header = Record(compared / "01-serial-seed-0").header
+    header = Record(comparison_folder / "01-serial-seed-0").header
     machine = header["machine"]
     for words in (
         "paragrad.compare(paragrad.job('digits', width=64).replace(batch=64, epochs=2), 'serial; "
@@ -316,12 +318,13 @@ def test_page_needs_no_network_and_names_its_command(compared: Path) -> None:
     ):
         assert words in shown
     assert (
-        Table(compared).rows[1].memory == Record(compared / "02-data-2-reduce-ring-seed-0").memory
+        Table(comparison_folder).rows[1].memory
+        == Record(comparison_folder / "02-data-2-reduce-ring-seed-0").memory
     )
 
 
 @in_browser
-def test_page_in_dark_mode_and_on_paper(compared: Path) -> None:
+def test_page_in_dark_mode_and_on_paper(comparison_folder: Path) -> None:
     """In dark mode, no element keeps a colour of light mode, also not in charts.
 
     Printed paper stays white, and no page break divides a chart, a row or an entry.
@@ -346,7 +349,7 @@ def test_page_in_dark_mode_and_on_paper(compared: Path) -> None:
                 )
             ]
 
-        opened(driver, compared / "page.html")
+        open_page(driver, comparison_folder / "page.html")
         day = look("light")
         night = look("dark")
         paper = look("dark", "print")
@@ -356,7 +359,7 @@ def test_page_in_dark_mode_and_on_paper(compared: Path) -> None:
         )
     assert all(one != other for one, other in zip(day, night, strict=True))
     assert [day[1], night[1], day[2], night[2]] == [
-        rgb(palette.PALETTE[name][theme]) for name in ("ink", "paper") for theme in (0, 1)
+        format_rgb(palette.PALETTE[name][theme]) for name in ("ink", "paper") for theme in (0, 1)
     ]
     assert paper[1:] == day[1:]
     assert set(avoiding) == {"avoid"}
@@ -366,7 +369,7 @@ def test_page_in_dark_mode_and_on_paper(compared: Path) -> None:
             "".join(
                 re.findall(
                     r"<figure.*?</figure>",
-                    (compared / "page.html").read_text(encoding="utf-8"),
+                    (comparison_folder / "page.html").read_text(encoding="utf-8"),
                     re.DOTALL,
                 )
             ),
@@ -374,7 +377,7 @@ def test_page_in_dark_mode_and_on_paper(compared: Path) -> None:
     ) & {light for light, _ in palette.PALETTE.values()}
 
 
-def rgb(colour: str) -> str:
+def format_rgb(colour: str) -> str:
     return "rgb(" + ", ".join(str(int(colour[place : place + 2], 16)) for place in (1, 3, 5)) + ")"
 
 
@@ -385,16 +388,16 @@ def test_colours_have_enough_contrast(theme: int) -> None:
     Lines also have markers and a legend.
     """
 
-    def luminance(colour: str) -> float:
+    def compute_luminance(colour: str) -> float:
         parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
         red, green, blue = (
             part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
         )
         return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
-    paper = luminance(palette.PALETTE["paper"][theme])
+    paper = compute_luminance(palette.PALETTE["paper"][theme])
     for name, colours in palette.PALETTE.items():
-        dark, light = sorted((paper, luminance(colours[theme])))
+        dark, light = sorted((paper, compute_luminance(colours[theme])))
         contrast = (light + 0.05) / (dark + 0.05)
         assert name in ("paper", "ground", "line") or contrast >= (
             4.5 if name in ("ink", "muted", "bad") else 2
@@ -417,8 +420,8 @@ def test_failed_row_and_hostile_names_are_escaped(tmp_path: Path) -> None:
             .replace("two is one too many", "<img src=x onerror=document.title=1>")
         )
     with browser() as driver:
-        opened(driver, comparison_page.write_page(Table(table.folder)))
-        rows = table_of(driver)
+        open_page(driver, comparison_page.write_page(Table(table.folder)))
+        rows = read_table(driver)
         assert driver.execute_script("return document.querySelectorAll('script, img').length") == 0
         assert driver.title.startswith("<script>document.title=1</script>&: 3 strategies")
         failed = driver.execute_script("return document.querySelector('td.failed').colSpan")
@@ -431,7 +434,7 @@ def test_failed_row_and_hostile_names_are_escaped(tmp_path: Path) -> None:
 
 
 # ---- written records: rare, missing or large values ------------------------------------------
-def written(
+def write_comparison(
     folder: Path,
     strategies: list[str],
     *,
@@ -444,7 +447,7 @@ def written(
 ) -> Table:
     """Write the records of a comparison, with one rank and a test after every second step."""
 
-    def to(path: Path, lines: list[Line]) -> None:
+    def write_lines(path: Path, lines: list[Line]) -> None:
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     names = [[f"{place:02}-{seed}" for seed in range(seeds)] for place in range(len(strategies))]
@@ -460,7 +463,7 @@ def written(
     for strategy, runs in zip(strategies, names, strict=True):
         for seed, name in enumerate(runs):
             (folder / name).mkdir()
-            to(
+            write_lines(
                 folder / name / "run.jsonl",
                 [
                     {
@@ -514,7 +517,7 @@ def written(
                             "test": {"value": 10.0 * step, "weight": 4.0} if test else None,
                         }
                     )
-            to(folder / name / "rank-0.jsonl", lines)
+            write_lines(folder / name / "rank-0.jsonl", lines)
         if distance is not None and not strategy.startswith("serial"):
             asked.append(
                 {
@@ -524,16 +527,16 @@ def written(
                     "values": [distance] * steps,
                 }
             )
-    to(folder / "compare.jsonl", asked)
+    write_lines(folder / "compare.jsonl", asked)
     return Table(folder)
 
 
-def page_of(table: Table) -> str:
+def render_page(table: Table) -> str:
     return comparison_page.write_page(table).read_text(encoding="utf-8")
 
 
 def test_missing_chart_is_replaced_by_a_sentence(tmp_path: Path) -> None:
-    text = page_of(written(tmp_path, ["serial"], test=False))
+    text = render_page(write_comparison(tmp_path, ["serial"], test=False))
     assert re.findall(r'<figure id="([^"]*)"', text) == ["chart-loss-1", "chart-loss-2"]
     for sentence in (
         "this job has no test set",
@@ -552,7 +555,7 @@ def test_rounding_baseline_of_an_earlier_record_has_its_present_name() -> None:
 
 
 def test_run_without_steps_has_no_chart(tmp_path: Path) -> None:
-    text = page_of(written(tmp_path, ["serial", "data(2)"], steps=0))
+    text = render_page(write_comparison(tmp_path, ["serial", "data(2)"], steps=0))
     assert "<figure" not in text
     assert "no finished step" in text
 
@@ -560,22 +563,22 @@ def test_run_without_steps_has_no_chart(tmp_path: Path) -> None:
 def test_zero_deviation_is_text_and_small_ones_are_drawn(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    assert "equal serial&#39;s after each of 4 steps" in page_of(
-        written(tmp_path / "a", ["serial", "data(2)"], distance=0.0)
+    assert "equal serial&#39;s after each of 4 steps" in render_page(
+        write_comparison(tmp_path / "a", ["serial", "data(2)"], distance=0.0)
     )
-    mixed = written(tmp_path / "b", ["serial", "data(2)", "data(3)"], distance=0.0)
+    mixed = write_comparison(tmp_path / "b", ["serial", "data(2)", "data(3)"], distance=0.0)
     lines = (
         (mixed.folder / "compare.jsonl")
         .read_text()
         .replace("[0.0, 0.0, 0.0, 0.0]", "[0.0, 1e-12, 3e-7, NaN]", 1)
     )
     (mixed.folder / "compare.jsonl").write_text(lines)
-    found = ticks(page_of(mixed), "chart-distance-1")
+    found = list_ticks(render_page(mixed), "chart-distance-1")
     assert found[-1] == "0"
     assert "10⁻¹²" in found
 
 
-def ticks(text: str, figure: str, axis: str = "matplotlib.axis_2") -> list[str]:
+def list_ticks(text: str, figure: str, axis: str = "matplotlib.axis_2") -> list[str]:
     """Return the labels of an axis, by default the y axis."""
     chart = text.split(f'<figure id="{figure}">')[1].split("</figure>")[0]
     return re.findall(
@@ -584,8 +587,10 @@ def ticks(text: str, figure: str, axis: str = "matplotlib.axis_2") -> list[str]:
     )
 
 
-def test_percentages_and_goal_share_a_unit(compared: Path) -> None:
-    found = ticks((compared / "page.html").read_text(encoding="utf-8"), "chart-test-1")
+def test_percentages_and_goal_share_a_unit(comparison_folder: Path) -> None:
+    found = list_ticks(
+        (comparison_folder / "page.html").read_text(encoding="utf-8"), "chart-test-1"
+    )
     assert len(found) > 2
     assert all(re.fullmatch(r"[0-9.]+ %", each) for each in found)
 
@@ -597,17 +602,17 @@ def test_time_axis_is_logarithmic_if_rows_differ_a_hundredfold(
     """Earlier, if one row took a hundred times as long, all others were one line at the left
     edge.
     """
-    compared = written(tmp_path, ["serial", "data(2)"])
+    compared = write_comparison(tmp_path, ["serial", "data(2)"])
     path = tmp_path / "01-0" / "rank-0.jsonl"
     path.write_text(path.read_text().replace('"seconds": 0.5', f'"seconds": {0.5 * slower}'))
-    text = page_of(Table(compared.folder))
+    text = render_page(Table(compared.folder))
     assert (
         "The time axis is logarithmic, because rows differ by a factor of 100 or more." in text
     ) == logarithmic
     assert (
-        ticks(text, "chart-loss-2", "matplotlib.axis_1")[:3] == ["1", "10", "100"]
+        list_ticks(text, "chart-loss-2", "matplotlib.axis_1")[:3] == ["1", "10", "100"]
     ) == logarithmic
-    assert "1" not in ticks(text, "chart-loss-1", "matplotlib.axis_1")
+    assert "1" not in list_ticks(text, "chart-loss-1", "matplotlib.axis_1")
 
 
 @pytest.mark.sample(2)
@@ -633,7 +638,7 @@ def test_reason_for_the_end_of_a_line_is_shown(tmp_path: Path, end: Line | None,
     Earlier, a line ended at step 100 of 5,000, and the page did not say why. The run could have
     been stopped, have reached its goal, or have been killed.
     """
-    written(tmp_path, ["serial", "data(2)"])
+    write_comparison(tmp_path, ["serial", "data(2)"])
     for path in (
         tmp_path / "01-0" / "rank-0.jsonl",
         tmp_path / "01-0" / "run.jsonl",
@@ -648,7 +653,7 @@ def test_reason_for_the_end_of_a_line_is_shown(tmp_path: Path, end: Line | None,
         + "\n"
         + (json.dumps({"kind": "end", **end}) + "\n" if end else "")
     )
-    text = unescape(page_of(Table(tmp_path)))
+    text = unescape(render_page(Table(tmp_path)))
     loss = text.split('<section id="loss"')[1].split("</section>")[0]
     assert re.findall("<li>([^<]*)</li>", loss.split('class="ends"')[1]) == [
         f"data(2) ends at step 2 of 4: {why}."
@@ -657,7 +662,7 @@ def test_reason_for_the_end_of_a_line_is_shown(tmp_path: Path, end: Line | None,
 
 
 def test_equal_reasons_share_one_sentence(tmp_path: Path) -> None:
-    written(tmp_path, ["serial", "data(2)", "data(3)"])
+    write_comparison(tmp_path, ["serial", "data(2)", "data(3)"])
     for run in tmp_path.glob("*/run.jsonl"):
         run.write_text(
             run.read_text()
@@ -673,8 +678,8 @@ def test_diverging_losses_are_drawn(tmp_path: Path) -> None:
     """Losses that are infinite or NaN cause no warning, and the page is still written."""
     nan = float("nan")
     inf = float("inf")
-    text = page_of(
-        written(
+    text = render_page(
+        write_comparison(
             tmp_path,
             ["serial", "data(2)"],
             steps=6,
@@ -686,8 +691,8 @@ def test_diverging_losses_are_drawn(tmp_path: Path) -> None:
 
 
 def test_kinds_of_bytes_and_computed_work(tmp_path: Path) -> None:
-    text = page_of(
-        written(
+    text = render_page(
+        write_comparison(
             tmp_path,
             ["serial", "data(2)"],
             sent={
@@ -702,8 +707,8 @@ def test_kinds_of_bytes_and_computed_work(tmp_path: Path) -> None:
 
 
 def test_every_column_is_explained(tmp_path: Path) -> None:
-    table = written(tmp_path, ["serial"])
-    text = page_of(table)
+    table = write_comparison(tmp_path, ["serial"])
+    text = render_page(table)
     for column in list_columns(table)[1:]:
         assert f"<dt>{column}</dt>" in text
 
@@ -711,21 +716,21 @@ def test_every_column_is_explained(tmp_path: Path) -> None:
 @pytest.mark.table
 def test_long_comparison_page_is_small_and_reproducible(tmp_path: Path) -> None:
     """The page of ten strategies with 10,000 steps each is below 1 MB."""
-    table = written(
+    table = write_comparison(
         tmp_path,
         ["serial", *(f"data({workers}, reduce=ring)" for workers in range(2, 11))],
         steps=10_000,
         distance=1e-9,
     )
-    text = page_of(table)
+    text = render_page(table)
     assert len(text.encode()) < 1_000_000
-    assert page_of(table) == text
+    assert render_page(table) == text
     assert not (tmp_path / "page.html.partial").exists()
 
 
 def test_chart_points_equal_the_record(tmp_path: Path) -> None:
     """The points are (samples, steps, value), at the end of every step and of every epoch."""
-    record = written(tmp_path, ["serial"]).records["00-0"]
+    record = write_comparison(tmp_path, ["serial"]).records["00-0"]
     assert sections.list_step_losses(record) == [
         (8.0, 1.0, 2.0),
         (16.0, 2.0, 1.5),
@@ -783,7 +788,7 @@ SIX = [
 ]
 
 
-def at_terminal(compared: Table, width: int) -> list[str]:
+def print_at_terminal(compared: Table, width: int) -> list[str]:
     console = Console(width=width, force_terminal=True, color_system=None, file=io.StringIO())
     comparison_table.print_table(compared, console)
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
@@ -792,10 +797,10 @@ def at_terminal(compared: Table, width: int) -> list[str]:
 @pytest.mark.parametrize("seeds", [1, 3])
 def test_table_is_readable_at_80_columns(tmp_path: Path, seeds: int) -> None:
     """Earlier, the nine columns were only a few characters wide, and a number took three lines."""
-    compared = written(
+    compared = write_comparison(
         tmp_path, SIX, sent={"gradients": {"bytes": 19252, "computed": True}}, seeds=seeds
     )
-    lines = at_terminal(compared, 80)
+    lines = print_at_terminal(compared, 80)
     drawn = lines[: lines.index(next(line for line in lines if line.startswith("in page.html")))]
     assert max(map(len, drawn)) <= 80
     for strategy in SIX:
@@ -809,7 +814,7 @@ def test_table_is_readable_at_80_columns(tmp_path: Path, seeds: int) -> None:
     assert lines[len(drawn)].split(": ")[1].split(", ") == [
         column for column in list_columns(compared) if column not in shown
     ]
-    wide = at_terminal(compared, 170)
+    wide = print_at_terminal(compared, 170)
     assert all(column in wide[2] for column in list_columns(compared))
 
 
@@ -819,7 +824,7 @@ def test_long_names_and_failures_leave_the_table_readable(tmp_path: Path) -> Non
     Earlier, it was in the column of the test, and left no space for the other columns.
     """
     long = "data(3, reduce=ring_async(segments=4), shares=[3, 1, 2], micro=2)"
-    compared = written(tmp_path, ["serial", long, "data(2)"])
+    compared = write_comparison(tmp_path, ["serial", long, "data(2)"])
     end = tmp_path / "02-0" / "run.jsonl"
     end.write_text(
         end.read_text().replace(
@@ -828,7 +833,7 @@ def test_long_names_and_failures_leave_the_table_readable(tmp_path: Path) -> Non
             + json.dumps({"rank": 1, "step": 3, "tensor": None, "message": "out of luck, " * 20}),
         )
     )
-    lines = at_terminal(Table(compared.folder), 80)
+    lines = print_at_terminal(Table(compared.folder), 80)
     row = next(line for line in lines if line.startswith("data(2)"))
     assert row.split()[1] == "failed"
     assert any(line.startswith("data(2) failed: rank 1, step 3: out of luck") for line in lines)
@@ -837,7 +842,7 @@ def test_long_names_and_failures_leave_the_table_readable(tmp_path: Path) -> Non
 
 def test_table_prints_in_columns(tmp_path: Path) -> None:
     """Earlier, print(table) printed Table(folder=...)."""
-    lines = str(written(tmp_path, SIX)).splitlines()
+    lines = str(write_comparison(tmp_path, SIX)).splitlines()
     assert lines[0].split("  ")[0] == "strategy"
     assert [line.split("  ")[0] for line in lines[1:7]] == SIX
     assert len({line.index("500.00") for line in lines[1:7]}) == 1
@@ -850,7 +855,7 @@ def test_busy_machine_is_reported(tmp_path: Path, everybody: float | None, busy:
 
     The recorded machine has one core. Other programs are reported if they use more than a tenth.
     """
-    compared = written(tmp_path, ["serial(threads=1)", "data(2)"], steps=8)
+    compared = write_comparison(tmp_path, ["serial(threads=1)", "data(2)"], steps=8)
     with (tmp_path / "01-0" / "rank-0.jsonl").open("a") as file:
         file.write(
             json.dumps(
@@ -868,9 +873,9 @@ def test_busy_machine_is_reported(tmp_path: Path, everybody: float | None, busy:
         "!: other programs kept up to 0.2 of 1 cores busy during the run, and the system gave a "
         "rank's core to another thread up to 100 times per second"
     )
-    lines = at_terminal(compared, 130)
+    lines = print_at_terminal(compared, 130)
     assert (told in "\n".join(lines)) == busy
-    assert not busy or told in unescape(page_of(Table(tmp_path)))
+    assert not busy or told in unescape(render_page(Table(tmp_path)))
     assert [
         [word for word in line.split() if word.endswith("!")]
         for line in str(compared).splitlines()[1:3]
@@ -882,7 +887,7 @@ def test_noisy_speed_up_is_not_reported(tmp_path: Path) -> None:
 
     The table then said that two workers were 47 times faster.
     """
-    written(tmp_path, ["serial(threads=1)", "data(2)", "data(3)"], steps=60)
+    write_comparison(tmp_path, ["serial(threads=1)", "data(2)", "data(3)"], steps=60)
     lines = [
         json.loads(line) for line in (tmp_path / "00-0" / "rank-0.jsonl").read_text().splitlines()
     ]

@@ -17,7 +17,7 @@ from paragrad.report import timing
 pytestmark = pytest.mark.pure
 
 
-class Written(Record):
+class StepRecord(Record):
     """A record of one rank with these steps."""
 
     def __init__(self, seconds: list[float]) -> None:
@@ -26,13 +26,13 @@ class Written(Record):
         self.ranks = [[{"kind": "step", "seconds": each} for each in [9.0, *seconds]]]
 
 
-def taken(*runs: list[float]) -> timing.StepTime:
-    found = timing.measure_step_time([Written(seconds) for seconds in runs])
+def measure_runs(*runs: list[float]) -> timing.StepTime:
+    found = timing.measure_step_time([StepRecord(seconds) for seconds in runs])
     assert found is not None
     return found
 
 
-def scattered(middle: float, seed: int, count: int = 200) -> list[float]:
+def draw_step_times(middle: float, seed: int, count: int = 200) -> list[float]:
     """Return step times of a quiet machine: they differ by some per cent, and a few are late."""
     draw = random.Random(seed)
     return [
@@ -48,7 +48,7 @@ def test_rank_of_the_median_follows_the_sign_test(count: int, place: int) -> Non
 
 
 def test_quiet_machine_reports_a_ratio_despite_late_steps() -> None:
-    ratio = taken(scattered(1.0, 0)).divide_by(taken(scattered(0.5, 1)))
+    ratio = measure_runs(draw_step_times(1.0, 0)).divide_by(measure_runs(draw_step_times(0.5, 1)))
     assert ratio.is_significant
     assert ratio.value == pytest.approx(2.0, rel=0.02)
     assert 0.95 * ratio.high < ratio.low < ratio.value < ratio.high
@@ -56,7 +56,7 @@ def test_quiet_machine_reports_a_ratio_despite_late_steps() -> None:
 
 
 def test_close_times_are_compared_by_their_ratio_interval() -> None:
-    ratio = taken(scattered(1.0, 0)).divide_by(taken(scattered(1.0, 1)))
+    ratio = measure_runs(draw_step_times(1.0, 0)).divide_by(measure_runs(draw_step_times(1.0, 1)))
     assert not ratio.is_significant
     assert ratio.low < 1.0 < ratio.high
 
@@ -64,15 +64,15 @@ def test_close_times_are_compared_by_their_ratio_interval() -> None:
 def test_bursts_and_a_disturbed_seed_widen_the_interval() -> None:
     """First, another program runs half of the time; then it disturbs all steps of one seed."""
     bursts = list(chain.from_iterable([20.0 if block % 2 else 1.0] * 20 for block in range(9)))
-    assert not taken(bursts).divide_by(taken(scattered(0.5, 0))).is_significant
-    assert taken(scattered(1.0, 1), scattered(80.0, 2)).high > 70
+    assert not measure_runs(bursts).divide_by(measure_runs(draw_step_times(0.5, 0))).is_significant
+    assert measure_runs(draw_step_times(1.0, 1), draw_step_times(80.0, 2)).high > 70
 
 
 @pytest.mark.parametrize("steps", range(1, 8))
 def test_too_few_steps_report_no_ratio(steps: int) -> None:
     """Earlier, one step of each run was enough to report a speed-up as certain."""
-    quick = taken([0.25] * steps)
-    slow = taken([0.5] * steps)
+    quick = measure_runs([0.25] * steps)
+    slow = measure_runs([0.5] * steps)
     assert quick.seconds == 0.25
     assert (
         slow.divide_by(quick).is_significant

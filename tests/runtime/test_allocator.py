@@ -25,7 +25,7 @@ print(first, step())
 """
 
 
-def faults(given_back: bool, **environment: str) -> list[int]:
+def count_page_faults(given_back: bool, **environment: str) -> list[int]:
     """Return the number of page faults in the first step and in a later step."""
     said = subprocess.run(
         [sys.executable, "-c", CODE.format(given_back=given_back)],
@@ -41,12 +41,12 @@ def faults(given_back: bool, **environment: str) -> list[int]:
 @pytest.mark.story
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
 def test_freed_memory_is_kept_and_returned_on_request() -> None:
-    first, later = faults(False)
+    first, later = count_page_faults(False)
     assert first > 15_000
     assert later < 100
-    assert faults(True)[1] > 15_000
+    assert count_page_faults(True)[1] > 15_000
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
 def test_glibc_environment_settings_are_respected() -> None:
-    assert faults(False, MALLOC_MMAP_THRESHOLD_=str(2**20))[1] > 15_000
+    assert count_page_faults(False, MALLOC_MMAP_THRESHOLD_=str(2**20))[1] > 15_000

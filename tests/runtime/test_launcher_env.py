@@ -270,7 +270,7 @@ def test_contradicting_variables_are_refused(environment: dict[str, str], messag
         detect_launch(environment)
 
 
-def where(environment: dict[str, str]) -> tuple[str, int] | None:
+def find_address(environment: dict[str, str]) -> tuple[str, int] | None:
     told = detect_launch(environment)
     assert told
     return find_rendezvous_address(told, environment)
@@ -278,25 +278,25 @@ def where(environment: dict[str, str]) -> tuple[str, int] | None:
 
 @pytest.mark.parametrize("variables", [open_mpi, mpich, srun])
 def test_ranks_of_one_host_need_no_address(variables: Variables) -> None:
-    assert where(variables(0, 2)) is None
-    assert where({**variables(0, 2), "MASTER_ADDR": "here", "MASTER_PORT": "29500"}) == (
+    assert find_address(variables(0, 2)) is None
+    assert find_address({**variables(0, 2), "MASTER_ADDR": "here", "MASTER_PORT": "29500"}) == (
         "here",
         29500,
     )
     with pytest.raises(Refused, match="MASTER_PORT must be set in the environment"):
-        where({**variables(0, 2), "MASTER_ADDR": "here"})
+        find_address({**variables(0, 2), "MASTER_ADDR": "here"})
 
 
 def test_slurm_step_over_hosts_meets_at_the_first_host() -> None:
     step = {**srun(0, 2), **TWO_HOSTS, "SLURM_STEP_NODELIST": "rack[07-08,11]"}
-    assert where(step) == ("rack07", 20_000 + 16 * 41)
-    assert where({**step, "SLURM_STEP_ID": "1"}) == ("rack07", 20_000 + 16 * 41 + 1)
-    assert where({**step, "SLURM_JOB_ID": "123456789"}) == (
+    assert find_address(step) == ("rack07", 20_000 + 16 * 41)
+    assert find_address({**step, "SLURM_STEP_ID": "1"}) == ("rack07", 20_000 + 16 * 41 + 1)
+    assert find_address({**step, "SLURM_JOB_ID": "123456789"}) == (
         "rack07",
         20_000 + 16 * 123456789 % 10_000,
     )
     with pytest.raises(Refused, match="export MASTER_ADDR"):
-        where({**step, "SLURM_STEP_NODELIST": ""})
+        find_address({**step, "SLURM_STEP_NODELIST": ""})
 
 
 @pytest.mark.parametrize(
@@ -341,7 +341,7 @@ def test_missing_address_is_refused_with_the_repair(
     environment: dict[str, str], message: str
 ) -> None:
     with pytest.raises(Refused, match=re.escape(message)):
-        where(environment)
+        find_address(environment)
 
 
 def test_rendezvous_file_is_private_to_the_user(
@@ -404,7 +404,7 @@ class Place:
         self.answers.mkdir()
         self.shell = {**SHELL, "TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1"}
 
-    def words(self, meetings: int = 1, *more: str) -> list[str]:
+    def build_command(self, meetings: int = 1, *more: str) -> list[str]:
         return [sys.executable, str(self.script), str(self.answers), str(meetings), *more]
 
     def check(self, size: int, meetings: int = 1, here: int | None = None) -> None:
@@ -426,9 +426,9 @@ class Place:
             ]
             for rank in range(size)
         ]
-        assert self.left() == []
+        assert self.list_left_files() == []
 
-    def left(self) -> list[Path]:
+    def list_left_files(self) -> list[Path]:
         return list(self.temporary.glob("paragrad-*/*"))
 
 
@@ -437,7 +437,7 @@ def place(tmp_path: Path) -> Place:
     return Place(tmp_path)
 
 
-def finished(*processes: subprocess.Popen[str]) -> None:
+def wait_for_end(*processes: subprocess.Popen[str]) -> None:
     """Wait for processes that need each other.
 
     All must end without an error; otherwise all are killed.
@@ -452,13 +452,13 @@ def finished(*processes: subprocess.Popen[str]) -> None:
             process.communicate()
 
 
-def started(words: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
+def start_process(words: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
     return subprocess.Popen(
         words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 
-def free_port() -> str:
+def find_free_port() -> str:
     """Return a port that was free a moment ago."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return str(server.getsockname()[1])
@@ -476,7 +476,12 @@ def test_two_ranks_of_one_host_meet_in_a_file(place: Place, variables: Variables
 
     If a script calls `train` a second time, the ranks must not use the file of the first call.
     """
-    finished(*(started(place.words(3), {**place.shell, **variables(rank, 2)}) for rank in (0, 1)))
+    wait_for_end(
+        *(
+            start_process(place.build_command(3), {**place.shell, **variables(rank, 2)})
+            for rank in (0, 1)
+        )
+    )
     place.check(2, meetings=3)
 
 
@@ -491,7 +496,7 @@ def test_run_folder_not_shared_by_all_ranks_is_refused(place: Place, tmp_path: P
     for rank in (0, 1):
         (host := tmp_path / f"host-{rank}").mkdir()
         processes.append(
-            started(
+            start_process(
                 [
                     "env",
                     "-C",
@@ -525,7 +530,7 @@ def test_launched_ranks_write_a_trace_of_a_failed_run(place: Place, tmp_path: Pa
     (job := tmp_path / "breaks.py").write_text(BREAKS)
     (trace := tmp_path / "trace.json")
     processes = [
-        started(
+        start_process(
             [
                 sys.executable,
                 "-m",
@@ -583,17 +588,22 @@ def test_repeated_rendezvous_leaves_no_files(place: Place) -> None:
     and ranks that still use it. Earlier, if ranks left at the same moment, each took another one
     for the last. So one rendezvous in sixty left its file.
     """
-    finished(*(started(place.words(60), {**place.shell, **mpich(rank, 3)}) for rank in (0, 1, 2)))
+    wait_for_end(
+        *(
+            start_process(place.build_command(60), {**place.shell, **mpich(rank, 3)})
+            for rank in (0, 1, 2)
+        )
+    )
     place.check(3, meetings=60)
 
 
 @pytest.mark.table
 @pytest.mark.parametrize("variables", [torchrun, open_mpi, mpich, srun])
 def test_two_ranks_meet_at_the_given_address(place: Place, variables: Variables) -> None:
-    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    finished(
+    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": find_free_port()}
+    wait_for_end(
         *(
-            started(place.words(3), {**place.shell, **variables(rank, 2), **given})
+            start_process(place.build_command(3), {**place.shell, **variables(rank, 2), **given})
             for rank in (0, 1)
         )
     )
@@ -611,14 +621,15 @@ def test_slurm_step_over_two_hosts_meets_at_the_first(place: Place) -> None:
             "GLOO_SOCKET_IFNAME": "lo",
         }
         try:
-            socket.create_server(where({**srun(0, 2), **step})).close()
+            socket.create_server(find_address({**srun(0, 2), **step})).close()
         except OSError:
             continue
         break
-    finished(
+    wait_for_end(
         *(
-            started(
-                place.words(), {**place.shell, **srun(rank, 2), **step, "SLURM_NODEID": str(rank)}
+            start_process(
+                place.build_command(),
+                {**place.shell, **srun(rank, 2), **step, "SLURM_NODEID": str(rank)},
             )
             for rank in (0, 1)
         )
@@ -626,12 +637,12 @@ def test_slurm_step_over_two_hosts_meets_at_the_first(place: Place) -> None:
     place.check(2, here=1)
 
 
-def by_hand(place: Place, *more: str) -> list[str]:
+def build_shell_command(place: Place, *more: str) -> list[str]:
     """Return the command of a shell that launches two ranks, each in its own shell.
 
     For the ranks, the outer shell is the launcher.
     """
-    wrapped = shlex.quote(shlex.join(place.words(1, *more)) + "; exit $?")
+    wrapped = shlex.quote(shlex.join(place.build_command(1, *more)) + "; exit $?")
     variables = [
         shlex.join(f"{name}={value}" for name, value in mpich(rank, 2).items()) for rank in (0, 1)
     ]
@@ -644,10 +655,10 @@ def test_ranks_in_shells_meet_and_stale_files_are_removed(place: Place) -> None:
 
     The next launch does not use this file, and removes it.
     """
-    finished(started(by_hand(place, "die"), place.shell))
-    (left,) = place.left()
+    wait_for_end(start_process(build_shell_command(place, "die"), place.shell))
+    (left,) = place.list_left_files()
     assert stat.S_IMODE(left.parent.stat().st_mode) == 0o700
-    finished(started(by_hand(place), place.shell))
+    wait_for_end(start_process(build_shell_command(place), place.shell))
     place.check(2)
 
 
@@ -664,7 +675,7 @@ def test_missing_rank_is_named_after_the_time_limit(place: Place) -> None:
             print(error)
     """)
     )
-    port = free_port()
+    port = find_free_port()
     at_an_address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     elsewhere = {
         **at_an_address,
@@ -678,7 +689,8 @@ def test_missing_rank_is_named_after_the_time_limit(place: Place) -> None:
         (elsewhere, "GLOO_SOCKET_IFNAME on each host to the interface that the others reach it by"),
     ]
     processes = [
-        started(place.words(), {**place.shell, **mpich(1, 2), **given}) for given, _ in cases
+        start_process(place.build_command(), {**place.shell, **mpich(1, 2), **given})
+        for given, _ in cases
     ]
     for process, (_, told) in zip(processes, cases, strict=True):
         with process:
@@ -689,7 +701,7 @@ def test_missing_rank_is_named_after_the_time_limit(place: Place) -> None:
         assert told in answer
         assert "(limit 1 s): " in answer
         assert "; make sure that all of them run, or set MASTER_ADDR" in answer
-    assert place.left() == []
+    assert place.list_left_files() == []
 
 
 def test_user_process_group_is_used_and_kept(place: Place, tmp_path: Path) -> None:
@@ -716,16 +728,16 @@ def test_user_process_group_is_used_and_kept(place: Place, tmp_path: Path) -> No
         dist.destroy_process_group()
     """)
     )
-    finished(
+    wait_for_end(
         *(
-            started(
-                place.words(1, str(tmp_path / "store"), str(rank)),
+            start_process(
+                place.build_command(1, str(tmp_path / "store"), str(rank)),
                 {**place.shell, "GLOO_SOCKET_IFNAME": "lo"},
             )
             for rank in (0, 1)
         )
     )
-    assert place.left() == []
+    assert place.list_left_files() == []
 
 
 @pytest.mark.table
@@ -738,11 +750,11 @@ def test_torchrun_itself(place: Place) -> None:
         "--nproc-per-node",
         "2",
     ]
-    finished(started([*torchrun, *place.words(3)[1:]], place.shell))
+    wait_for_end(start_process([*torchrun, *place.build_command(3)[1:]], place.shell))
     place.check(2, meetings=3)
 
 
-def mpirun_of_open_mpi() -> list[str] | None:
+def find_open_mpi_mpirun() -> list[str] | None:
     found = shutil.which("mpirun")
     if (
         not found
@@ -757,10 +769,10 @@ def mpirun_of_open_mpi() -> list[str] | None:
 
 @pytest.mark.story
 def test_mpirun_of_open_mpi_itself(place: Place) -> None:
-    mpirun = mpirun_of_open_mpi()
+    mpirun = find_open_mpi_mpirun()
     if not mpirun:
         pytest.skip("no mpirun of Open MPI on this machine (Debian: openmpi-bin)")
-    finished(started([*mpirun, "-n", "3", *place.words(2)], place.shell))
+    wait_for_end(start_process([*mpirun, "-n", "3", *place.build_command(2)], place.shell))
     place.check(3, meetings=2)
 
 
@@ -768,5 +780,5 @@ def test_mpirun_of_mpich_itself(place: Place) -> None:
     mpirun = shutil.which("mpiexec.hydra")
     if not mpirun:
         pytest.skip("no mpiexec.hydra on this machine (Debian: hydra, of mpich)")
-    finished(started([mpirun, "-n", "3", *place.words(2)], place.shell))
+    wait_for_end(start_process([mpirun, "-n", "3", *place.build_command(2)], place.shell))
     place.check(3, meetings=2)

@@ -43,7 +43,7 @@ LOOP = """
 
     import paragrad as pg
 
-    def dies_after(calls, told):
+    def die_after(calls, told):
         # as so many more functions of Python have been called, or have returned, in this thread
         def count(frame, event, argument):
             nonlocal calls
@@ -68,10 +68,10 @@ LOOP = """
         for epoch in range(4):
             for batch in trainer.batches(data, batch=32, epoch=epoch):
                 if (trainer.world.rank, trainer.steps) == (rank, step):
-                    dies_after(calls, death[3])
+                    die_after(calls, death[3])
                 losses.append(trainer.step(*batch).loss)
         if trainer.world.rank == rank:
-            dies_after(1, death[3])             # it had fewer calls to make
+            die_after(1, death[3])             # it had fewer calls to make
     with open(f"{out}.{trainer.world.rank}", "w") as file:
         hosts = trainer.training.shared_hosts
         json.dump({"losses": losses, "firsts": hosts and hosts.first_ranks}, file)
@@ -79,11 +79,11 @@ LOOP = """
 
 
 # ---- which host each rank is on --------------------------------------------------------------
-def on_one_host(cluster: Cluster, words: list[str]) -> list[Program]:
+def start_on_one_host(cluster: Cluster, words: list[str]) -> list[Program]:
     return cluster.torchrun(words, ranks=4)
 
 
-def model_inside_hosts(cluster: Cluster, words: list[str]) -> list[Program]:
+def start_with_model_inside_hosts(cluster: Cluster, words: list[str]) -> list[Program]:
     """Start ranks in the order of torchrun, with ranks 0 and 1 on the first host.
 
     Then the parts of a replica are on one host, and replicas exchange gradients across hosts.
@@ -91,7 +91,7 @@ def model_inside_hosts(cluster: Cluster, words: list[str]) -> list[Program]:
     return cluster.torchrun(words, ranks=2)
 
 
-def model_across_hosts(cluster: Cluster, words: list[str]) -> list[Program]:
+def start_with_model_across_hosts(cluster: Cluster, words: list[str]) -> list[Program]:
     """Start ranks 0 and 2 on the first host, so that parts send to each other across hosts.
 
     There is no agent of torchrun that ends the ranks.
@@ -114,9 +114,9 @@ def model_across_hosts(cluster: Cluster, words: list[str]) -> list[Program]:
 
 # the number of hosts, how ranks are started, and for each rank the first rank of its host
 WAYS = {
-    "one host": (1, on_one_host, [0, 0, 0, 0]),
-    "data across hosts": (2, model_inside_hosts, [0, 0, 2, 2]),
-    "model across hosts": (2, model_across_hosts, [0, 1, 0, 1]),
+    "one host": (1, start_on_one_host, [0, 0, 0, 0]),
+    "data across hosts": (2, start_with_model_inside_hosts, [0, 0, 2, 2]),
+    "model across hosts": (2, start_with_model_across_hosts, [0, 1, 0, 1]),
 }
 STRATEGIES = ("data(2) * pipeline(2)", "data(2, reduce=ring) * place(2)")
 
@@ -154,7 +154,7 @@ def test_model_parallel_losses_equal_serial(
     expected = json.loads(script.with_name("alone.0").read_text())["losses"]
     count, started, firsts = WAYS[way]
     with clusters(count) as cluster:
-        cluster.finished(
+        cluster.wait_for(
             started(cluster, [str(script), strategy, str(script.with_name("parts"))]), timeout=90
         )
         assert not any(cluster.faults().values())
@@ -179,7 +179,7 @@ class Death:
         return ", ".join(map(str, astuple(self)))
 
 
-def deaths(count: int) -> Iterator[Death]:
+def draw_deaths(count: int) -> Iterator[Death]:
     """Yield random deaths, half of them in the first step.
 
     A rank makes most calls there: it inspects and divides the model, makes groups and compares.
@@ -197,7 +197,7 @@ def deaths(count: int) -> Iterator[Death]:
 
 
 @contextmanager
-def told(path: Path) -> Iterator[Callable[[], None]]:
+def open_pipe(path: Path) -> Iterator[Callable[[], None]]:
     """Make a named pipe, and yield a function that waits until a process writes into it."""
     os.mkfifo(path)
     end = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -213,14 +213,14 @@ def told(path: Path) -> Iterator[Callable[[], None]]:
             os.close(end)
 
 
-def left_on(cluster: Cluster) -> list[str]:
+def list_left_files(cluster: Cluster) -> list[str]:
     """Return the files that are left in the shared memory of the hosts.
 
     Temporary files are there too. Files that torch itself leaves are ignored.
     """
     lists = [
         subprocess.run(
-            host.inside(["ls", "-A", "/dev/shm"]),
+            host.build_command(["ls", "-A", "/dev/shm"]),
             capture_output=True,
             text=True,
             timeout=30,
@@ -242,7 +242,7 @@ def left_on(cluster: Cluster) -> list[str]:
         pytest.param(
             each, id=str(each), marks=pytest.mark.story if number == 2 else pytest.mark.table
         )
-        for number, each in enumerate(deaths(20))
+        for number, each in enumerate(draw_deaths(20))
     ],
 )
 def test_killed_rank_ends_all_ranks_and_is_named(
@@ -253,7 +253,7 @@ def test_killed_rank_ends_all_ranks_and_is_named(
     No rank waits for the time limit of 300 s.
     """
     count, started, _ = WAYS[death.way]
-    with clusters(count) as cluster, told(script.with_name("told")) as died:
+    with clusters(count) as cluster, open_pipe(script.with_name("told")) as died:
         before = living_in(spaces_of(cluster))
         programs = started(
             cluster,
@@ -267,12 +267,12 @@ def test_killed_rank_ends_all_ranks_and_is_named(
         )
         died()
         with pytest.raises(HostFailed) as caught:
-            cluster.finished(programs, SOON)
+            cluster.wait_for(programs, SOON)
         assert "was not done after" not in str(caught.value)
         assert set(living_in(spaces_of(cluster))) <= set(before)
-        assert left_on(cluster) == []
+        assert list_left_files(cluster) == []
         complaints = [
-            program.said()[1]
+            program.read_output()[1]
             for program in programs
             if program.process.returncode != -signal.SIGKILL
         ]

@@ -47,7 +47,7 @@ def test_default_group_has_one_rank_for_a_while(backend: str, pool: Launcher) ->
 
 
 # ---- in a training ----------------------------------------------------------------------------
-def share(value: Tensor) -> Tensor:
+def sum_over_ranks(value: Tensor) -> Tensor:
     """Return the sum over all ranks that user code sees; detection models sum box counts so."""
     value = value.detach().clone()
     if dist.is_initialized():
@@ -55,19 +55,19 @@ def share(value: Tensor) -> Tensor:
     return value
 
 
-def count_of_ranks() -> int:
+def count_ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def averaged_loss(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+def compute_averaged_loss(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Divide by the mean count of a rank, and return a weight that gives the loss of serial."""
-    mean_count = share(torch.tensor(float(len(target)))) / count_of_ranks()
+    mean_count = sum_over_ranks(torch.tensor(float(len(target)))) / count_ranks()
     total = functional.cross_entropy(output, target, reduction="sum")
     return total / mean_count * len(target), torch.tensor(float(len(target)))
 
 
-def shared_metric(output: Tensor, target: Tensor) -> tuple[float, int]:
-    right = share((output.argmax(1) == target).sum().float())
+def compute_shared_metric(output: Tensor, target: Tensor) -> tuple[float, int]:
+    right = sum_over_ranks((output.argmax(1) == target).sum().float())
     return float(right), len(target)
 
 
@@ -77,11 +77,11 @@ class SharesInForward(nn.Module):
         self.inner = make_mlp()
 
     def forward(self, x: Tensor) -> Tensor:
-        ratio = share(torch.tensor(float(count_of_ranks()))) / count_of_ranks() ** 2
+        ratio = sum_over_ranks(torch.tensor(float(count_ranks()))) / count_ranks() ** 2
         return self.inner(x) * ratio.to(x.dtype)  # type: ignore[no-any-return]
 
 
-def shared_collate(samples: list[Any]) -> Any:
+def collate_with_collective(samples: list[Any]) -> Any:
     inputs, target = default_collate(samples)
     largest = torch.tensor(float(len(samples)))
     if dist.is_initialized():
@@ -97,10 +97,10 @@ def test_collectives_of_user_code_equal_serial(place: str, backend: str, tmp_pat
     Over gloo, the run then waited for 300 s without any message.
     """
     changes: dict[str, dict[str, Any]] = {
-        "loss": {"loss": averaged_loss},
+        "loss": {"loss": compute_averaged_loss},
         "forward": {"model": SharesInForward},
-        "metric": {"metric": shared_metric},
-        "collate": {"collate": shared_collate},
+        "metric": {"metric": compute_shared_metric},
+        "collate": {"collate": collate_with_collective},
     }
     even = Subset(VECTORS, range(20))  # all shares are equal
     made = make_job("shares", make_mlp, even, test=VECTORS, metric=pg.accuracy, epochs=1, batch=10)
@@ -111,9 +111,9 @@ def test_collectives_of_user_code_equal_serial(place: str, backend: str, tmp_pat
     assert run.test == pytest.approx(serial.test, rel=1e-5)
 
 
-def loss_of_one_rank(output: Tensor, target: Tensor) -> Tensor:
+def compute_loss_on_one_rank_alone(output: Tensor, target: Tensor) -> Tensor:
     if dist.is_initialized() and dist.get_world_size() > 1 and dist.get_rank() == 1:
-        share(torch.ones(3))
+        sum_over_ranks(torch.ones(3))
     return functional.cross_entropy(output, target)
 
 
@@ -121,6 +121,8 @@ def loss_of_one_rank(output: Tensor, target: Tensor) -> Tensor:
 @pytest.mark.parametrize("strategy", ["data(2)", "data(2, reduce=native)", "data(2, reduce=ring)"])
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_collective_of_one_rank_ends_by_name(strategy: str, backend: str, tmp_path: Path) -> None:
-    made = make_job("alone", make_mlp, VECTORS, loss=loss_of_one_rank, epochs=1, batch=10)
+    made = make_job(
+        "alone", make_mlp, VECTORS, loss=compute_loss_on_one_rank_alone, epochs=1, batch=10
+    )
     with pytest.raises(pg.RankFailed, match=r"gave up waiting for rank|Timed out waiting"):
         pg.train(made, strategy, runs=tmp_path, backend=backend, timeout=5)

@@ -44,25 +44,25 @@ def eight() -> Iterator[Launcher]:
         yield ranks
 
 
-def numbers(rank: int) -> Tensor:
+def make_numbers(rank: int) -> Tensor:
     return torch.arange(12.0, dtype=torch.float64) * (rank + 2) + 100 * rank
 
 
-def same(found: Tensor, wanted: Tensor) -> None:
+def assert_same(found: Tensor, wanted: Tensor) -> None:
     assert torch.equal(found, wanted), (found, wanted)
 
 
-def collectives(world: World, mine: int, members: Sequence[int]) -> None:
+def check_operations(world: World, mine: int, members: Sequence[int]) -> None:
     """Run every operation of a World whose ranks are `members` of the launched world."""
     assert (world.size, members[world.rank]) == (len(members), mine)
-    everyone = torch.stack([numbers(member) for member in members])
-    same(world.all_reduce(numbers(mine)), everyone.sum(0))
-    same(world.all_reduce(numbers(mine), "MAX"), everyone.amax(0))
-    same(world.all_reduce(numbers(mine), "MIN"), everyone.amin(0))
-    same(torch.stack(world.all_gather(numbers(mine))), everyone)
-    copied = numbers(mine)
+    everyone = torch.stack([make_numbers(member) for member in members])
+    assert_same(world.all_reduce(make_numbers(mine)), everyone.sum(0))
+    assert_same(world.all_reduce(make_numbers(mine), "MAX"), everyone.amax(0))
+    assert_same(world.all_reduce(make_numbers(mine), "MIN"), everyone.amin(0))
+    assert_same(torch.stack(world.all_gather(make_numbers(mine))), everyone)
+    copied = make_numbers(mine)
     world.copy_from_first(copied)
-    same(copied, everyone[0])
+    assert_same(copied, everyone[0])
     assert world.broadcast_object({"rank": mine, "long": "x" * mine}) == {
         "rank": members[0],
         "long": "x" * members[0],
@@ -73,34 +73,38 @@ def collectives(world: World, mine: int, members: Sequence[int]) -> None:
         assert world.gather_objects("x" * (length + mine)) == (texts if world.rank == 0 else [])
     world.barrier()
     world.check_collectives()
-    played = numbers(mine)
+    played = make_numbers(mine)
     run_all_reduce(Ring(), played, world)
-    same(played, everyone.sum(0))
+    assert_same(played, everyone.sum(0))
 
 
-def line(sizes: Sequence[int], rank: int, along: Sequence[int]) -> list[int]:
+def list_ranks_along(sizes: Sequence[int], rank: int, along: Sequence[int]) -> list[int]:
     """Return the ranks that differ from a rank along these axes only, by the definition.
 
     Along the last axis, consecutive ranks differ by one.
     """
 
-    def place(rank: int) -> list[int]:
+    def find_coordinates(rank: int) -> list[int]:
         at = []
         for size in reversed(sizes):
             rank, rest = divmod(rank, size)
             at.insert(0, rest)
         return at
 
-    own = place(rank)
+    own = find_coordinates(rank)
     return [
         other
         for other in range(torch.Size(sizes).numel())
-        if all(place(other)[axis] == own[axis] for axis in range(len(sizes)) if axis not in along)
+        if all(
+            find_coordinates(other)[axis] == own[axis]
+            for axis in range(len(sizes))
+            if axis not in along
+        )
     ]
 
 
 # ---- along axes ------------------------------------------------------------------------------
-def along_all(world: World, sizes: Sequence[int]) -> None:
+def check_all_axes(world: World, sizes: Sequence[int]) -> None:
     axes = tuple(map(Axis, NAMES, sizes))
     whole = world.add_axes(*axes)
     assert whole.axes == axes
@@ -109,7 +113,7 @@ def along_all(world: World, sizes: Sequence[int]) -> None:
         combinations(range(len(sizes)), count) for count in range(len(sizes) + 1)
     ):
         part = whole.select_axes([NAMES[axis] for axis in reversed(along)])
-        members = line(sizes, world.rank, along)
+        members = list_ranks_along(sizes, world.rank, along)
         assert part.axes == tuple(axes[axis] for axis in along)
         assert (part.backend, part.timeout, part.device, part.stop) == (
             world.backend,
@@ -119,11 +123,11 @@ def along_all(world: World, sizes: Sequence[int]) -> None:
         )
         assert (part.group is None) == (len(members) == 1)
         assert next(part.schedule_numbers) == 0
-        collectives(part, world.rank, members)
+        check_operations(part, world.rank, members)
         twin = part.duplicate()
         assert (twin.axes, twin.size == 1) == (part.axes, twin.group is part.group)
-        collectives(twin, world.rank, members)
-    collectives(whole, world.rank, range(world.size))
+        check_operations(twin, world.rank, members)
+    check_operations(whole, world.rank, range(world.size))
 
 
 @pytest.mark.sample(2)
@@ -132,16 +136,22 @@ def along_all(world: World, sizes: Sequence[int]) -> None:
 def test_every_collective_along_every_choice_of_axes(
     eight: Launcher, sizes: tuple[int, ...], backend: str
 ) -> None:
-    eight.run(along_all, sizes, size=torch.Size(sizes).numel(), backend=backend)
+    eight.run(check_all_axes, sizes, size=torch.Size(sizes).numel(), backend=backend)
 
 
-def nested(world: World) -> None:
+def check_nested_worlds(world: World) -> None:
     whole = world.add_axes(("data", 2), ("tensor", 2), ("pipeline", 2))
     plane = whole.select_axes(("pipeline", "data"))
-    collectives(plane.select_axes("data"), world.rank, line((2, 2, 2), world.rank, (0,)))
-    collectives(plane.select_axes("pipeline"), world.rank, line((2, 2, 2), world.rank, (2,)))
-    collectives(
-        plane.duplicate().select_axes("data"), world.rank, line((2, 2, 2), world.rank, (0,))
+    check_operations(
+        plane.select_axes("data"), world.rank, list_ranks_along((2, 2, 2), world.rank, (0,))
+    )
+    check_operations(
+        plane.select_axes("pipeline"), world.rank, list_ranks_along((2, 2, 2), world.rank, (2,))
+    )
+    check_operations(
+        plane.duplicate().select_axes("data"),
+        world.rank,
+        list_ranks_along((2, 2, 2), world.rank, (0,)),
     )
     with pytest.raises(
         ValueError, match=r"no axis tensor; the world has data\(2\) \* pipeline\(2\)"
@@ -149,37 +159,37 @@ def nested(world: World) -> None:
         plane.select_axes("tensor")
     workers = world.split_ranks([range(6)])  # the last two are servers
     if workers is not None:
-        collectives(
+        check_operations(
             workers.add_axes(("data", 3), ("tensor", 2)).select_axes("data"),
             world.rank,
-            line((3, 2), world.rank, (0,)),
+            list_ranks_along((3, 2), world.rank, (0,)),
         )
     assert (workers is None) == (world.rank > 5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_sub_world_of_a_sub_world(eight: Launcher, backend: str) -> None:
-    eight.run(nested, backend=backend)
+    eight.run(check_nested_worlds, backend=backend)
 
 
 # ---- among ranks -----------------------------------------------------------------------------
-def owners(world: World) -> None:
+def check_roots(world: World) -> None:
     found = world.split_ranks([[3, 0], [1]])
     if world.rank == 2:
         assert found is None
     else:
         assert found is not None
         members = [1] if world.rank == 1 else [3, 0]
-        collectives(found, world.rank, members)
-        collectives(found.duplicate(), world.rank, members)
+        check_operations(found, world.rank, members)
+        check_operations(found.duplicate(), world.rank, members)
         hosted = found.duplicate(through_host=True)
         assert hosted.backend == world.backend  # but gloo instead of NCCL
-        collectives(hosted, world.rank, members)
+        check_operations(hosted, world.rank, members)
     assert world.split_ranks([]) is None
     alone = world.split_ranks([[rank] for rank in range(world.size)])
     assert alone is not None
     assert (alone.rank, alone.size, alone.group) == (0, 1, None)
-    collectives(world, world.rank, range(4))
+    check_operations(world, world.rank, range(4))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -190,10 +200,10 @@ def test_root_rank_is_of_the_sub_world(pool: Launcher, backend: str) -> None:
     ranks 3 and 0. If it was not a member, torch raised an error. A rank in no set continues
     without a sub-world. A rank that is alone in its set has a usual world of size 1.
     """
-    pool.run(owners, size=4, backend=backend)
+    pool.run(check_roots, size=4, backend=backend)
 
 
-def stages(world: World) -> None:
+def check_stage_groups(world: World) -> None:
     """Create groups of ranks 0 and 1 only, then of ranks 2 and 3, then of all ranks."""
     first = world.split_ranks([[0, 1]])
     second = world.split_ranks([[2, 3], [0, 1]])
@@ -201,19 +211,19 @@ def stages(world: World) -> None:
     if first is not None:
         for _ in range(2):
             first = first.duplicate()
-            collectives(first, world.rank, (0, 1))
+            check_operations(first, world.rank, (0, 1))
     members = (0, 1) if world.rank < 2 else (2, 3)
-    collectives(second.duplicate(), world.rank, members)
+    check_operations(second.duplicate(), world.rank, members)
     swapped = second.split_ranks([[1, 0]])
     assert swapped is not None
-    collectives(swapped, world.rank, members[::-1])
-    collectives(world.duplicate(), world.rank, range(4))
+    check_operations(swapped, world.rank, members[::-1])
+    check_operations(world.duplicate(), world.rank, range(4))
     group = dist.new_group([1, 2])  # the user's own
     if world.rank in (1, 2):
-        mine = numbers(world.rank)
+        mine = make_numbers(world.rank)
         dist.all_reduce(mine, group=group)
-        same(mine, numbers(1) + numbers(2))
-    collectives(world.duplicate(), world.rank, range(4))
+        assert_same(mine, make_numbers(1) + make_numbers(2))
+    check_operations(world.duplicate(), world.rank, range(4))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -224,10 +234,10 @@ def test_groups_are_created_without_the_other_ranks(pool: Launcher, backend: str
     duplicates its group, and other stages do not. So it would wait for ever in the next group
     that it shares with them. Also, groups of the same name would use the same keys in the store.
     """
-    pool.run(stages, size=4, backend=backend)
+    pool.run(check_stage_groups, size=4, backend=backend)
 
 
-def at_odds(world: World) -> None:
+def split_differently(world: World) -> None:
     world.split_ranks([[0, 1]] if world.rank != 2 else [[0, 1], [2, 3]])
 
 
@@ -236,7 +246,7 @@ def test_different_rank_sets_are_reported(pool: Launcher) -> None:
         RankFailed,
         match=r"rank 0 asks for worlds among \[\[0, 1\]\], rank 2 among \[\[0, 1\], \[2, 3\]\]",
     ):
-        pool.run(at_odds, size=4)
+        pool.run(split_differently, size=4)
 
 
 LEAVES = """
@@ -284,7 +294,7 @@ def test_leaving_a_world_leaves_its_sub_worlds(tmp_path: Path) -> None:
 
 
 # ---- torch's engines -------------------------------------------------------------------------
-def engines(world: World) -> None:
+def run_torch_engines(world: World) -> None:
     """Run one backward of DDP and one of FSDP2 along an axis of the grid.
 
     Each group along this axis has its own model.
@@ -293,19 +303,19 @@ def engines(world: World) -> None:
     data = whole.select_axes("data")
     tensor = whole.select_axes("tensor")
 
-    def model() -> nn.Linear:
+    def make_model() -> nn.Linear:
         torch.manual_seed(tensor.rank)
         return nn.Linear(12, 4, dtype=torch.float64)
 
-    wanted = model()
-    for member in line((2, 2), world.rank, (0,)):
-        (wanted(numbers(member)[None]).square().sum() / data.size).backward()
-    ddp = DistributedDataParallel(model(), process_group=data.group)
-    ddp(numbers(world.rank)[None]).square().sum().backward()
+    wanted = make_model()
+    for member in list_ranks_along((2, 2), world.rank, (0,)):
+        (wanted(make_numbers(member)[None]).square().sum() / data.size).backward()
+    ddp = DistributedDataParallel(make_model(), process_group=data.group)
+    ddp(make_numbers(world.rank)[None]).square().sum().backward()
     torch.testing.assert_close(ddp.module.weight.grad, wanted.weight.grad, rtol=1e-12, atol=0)
     mesh = DeviceMesh.from_group(data.group, "cpu")
-    sharded = fully_shard(model(), mesh=mesh)
-    sharded(numbers(world.rank)[None]).square().sum().backward()
+    sharded = fully_shard(make_model(), mesh=mesh)
+    sharded(make_numbers(world.rank)[None]).square().sum().backward()
     torch.testing.assert_close(
         sharded.weight.grad.full_tensor(), wanted.weight.grad, rtol=1e-12, atol=0
     )  # type: ignore[union-attr]
@@ -313,4 +323,4 @@ def engines(world: World) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_ddp_and_fsdp_run_over_a_sub_world(pool: Launcher, backend: str) -> None:
-    pool.run(engines, size=4, backend=backend)
+    pool.run(run_torch_engines, size=4, backend=backend)

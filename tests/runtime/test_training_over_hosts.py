@@ -27,7 +27,7 @@ README = (ROOT / "README.md").read_text()
 Clusters = Callable[..., AbstractContextManager[Cluster]]
 
 
-def typed(cluster: Cluster, lines: list[str], folder: Path) -> list[str]:
+def run_lines(cluster: Cluster, lines: list[str], folder: Path) -> list[str]:
     """Run each line in a shell on its own host, and return what the shells printed.
 
     The variable GLOO_SOCKET_IFNAME is not set there.
@@ -38,7 +38,7 @@ def typed(cluster: Cluster, lines: list[str], folder: Path) -> list[str]:
         )
         for host, line in enumerate(lines)
     ]
-    return cluster.finished(programs)
+    return cluster.wait_for(programs)
 
 
 TRAINS = """
@@ -54,7 +54,7 @@ TRAINS = """
     from paragrad.schedules.star import Star
     from paragrad.schedules.tree import Tree
 
-    def vector(rank, length):
+    def make_vector(rank, length):
         # whole numbers, no two ranks alike
         return ((torch.arange(length) * (rank + 3) + 17 * rank) % 1009 - 500).double()
 
@@ -73,9 +73,9 @@ TRAINS = """
         schedules = Ring(), RingAsync(5), Tree(), Butterfly(), Star()
         for schedule, length in itertools.product(schedules, (1, 3, 1000, 100_003)):
             if world.size > 1:
-                mine = vector(world.rank, length)
+                mine = make_vector(world.rank, length)
                 run_all_reduce(schedule, mine, world)
-                expected = sum(vector(rank, length) for rank in range(world.size))
+                expected = sum(make_vector(rank, length) for rank in range(world.size))
                 assert torch.equal(mine, expected), (schedule, length)
         print(world.rank, "of", world.size, world.backend)
         if world.rank == 0:
@@ -143,7 +143,7 @@ def test_readme_commands_for_two_hosts(clusters: Clusters, place: Path) -> None:
     )
     _, steps, total = alone.stdout.split()
     with clusters(2, megabits=200) as cluster:
-        assert all(typed(cluster, LINES, place))
+        assert all(run_lines(cluster, LINES, place))
     for rank in range(4):
         found, other = (place / str(rank)).read_text().split()
         # the tolerance is for float32
@@ -158,7 +158,7 @@ def test_several_hosts_example_as_typed(clusters: Clusters, place: Path) -> None
     lines = re.findall(r"^#     (sh examples/several_hosts.sh \d \S+ \S+) ", told, re.MULTILINE)
     assert len(lines) == 2
     with clusters(2, megabits=200) as cluster:
-        assert "4 worker(s)" in typed(cluster, lines, place)[0]
+        assert "4 worker(s)" in run_lines(cluster, lines, place)[0]
 
 
 @pytest.mark.table
@@ -167,7 +167,7 @@ def test_job_trains_over_hosts_and_the_first_host_has_the_run(
 ) -> None:
     train = 'per-node 1 -m paragrad train mine.py --strategy "data(auto)"'
     with clusters(2, megabits=200) as cluster:
-        first, other = typed(
+        first, other = run_lines(
             cluster, [line.replace("per-node 2 own.py", train) for line in LINES], place
         )
     assert "0 missed" in first
@@ -250,8 +250,8 @@ def test_missing_interface_is_refused_before_joining(clusters: Clusters) -> None
     with clusters(2) as cluster:
         program = cluster.start(0, [sys.executable, "-c", textwrap.dedent(JOINS)], environment=rank)
         with pytest.raises(HostFailed):
-            cluster.finished([program])
-        assert program.said()[1].splitlines()[-1] == (
+            cluster.wait_for([program])
+        assert program.read_output()[1].splitlines()[-1] == (
             "paragrad.errors.Refused: GLOO_SOCKET_IFNAME names nosuch0, and this host has lo, "
             "eth0; set it to the one by which the other hosts reach this one (`ip address` shows "
             "their addresses), or unset it where all ranks are on this host"
@@ -344,7 +344,7 @@ def test_process_of_another_host_is_named(
         ]
         survivors = [each for rank, each in enumerate(ranks) if rank != victim]
         codes = [each.process.wait(timeout=60) for each in survivors]
-        messages = ["\n".join(each.said()) for each in survivors]
+        messages = ["\n".join(each.read_output()) for each in survivors]
     assert codes == [1, 1]
     assert not any("Traceback" in each for each in messages)
     assert any(re.search(name, each) for each in messages), messages

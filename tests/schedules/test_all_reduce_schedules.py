@@ -61,7 +61,7 @@ TWO_LEVELS = [
 ]
 
 
-def lines(text: str) -> str:
+def dedent_lines(text: str) -> str:
     return dedent(text).strip("\n")
 
 
@@ -226,11 +226,11 @@ def test_double_trees_share_the_work(size: int) -> None:
             tree[child][0] == rank for rank, (_, children) in enumerate(tree) for child in children
         )
 
-        def depth(rank: int, tree: list[tuple[int | None, list[int]]] = tree) -> int:
+        def compute_depth(rank: int, tree: list[tuple[int | None, list[int]]] = tree) -> int:
             parent = tree[rank][0]
-            return 0 if parent is None else 1 + depth(parent)
+            return 0 if parent is None else 1 + compute_depth(parent)
 
-        assert max(map(depth, range(size))) <= (size - 1).bit_length()
+        assert max(map(compute_depth, range(size))) <= (size - 1).bit_length()
     inner = [[rank for rank in range(size) if tree[rank][1]] for tree in families]
     assert not set(inner[0]) & set(inner[1]) - ({0} if size % 2 else set())
     assert all(len(families[0][rank][1]) + len(families[1][rank][1]) <= 2 for rank in range(size))
@@ -245,10 +245,10 @@ def test_tree_has_logarithmic_depth(size: int) -> None:
         for rank in range(1, size)
     }
 
-    def depth(rank: int) -> int:
-        return 0 if rank == 0 else 1 + depth(parents[rank])  # type: ignore[arg-type]
+    def compute_depth(rank: int) -> int:
+        return 0 if rank == 0 else 1 + compute_depth(parents[rank])  # type: ignore[arg-type]
 
-    assert max(map(depth, range(size))) <= (size - 1).bit_length()
+    assert max(map(compute_depth, range(size))) <= (size - 1).bit_length()
 
 
 class Numbers:
@@ -341,12 +341,12 @@ DRAWN = {
 @pytest.mark.parametrize(("schedule", "size"), DRAWN, ids=str)
 def test_schedule_drawing(schedule: Collective, size: int) -> None:
     print(draw_text(schedule, size))
-    assert draw_text(schedule, size) == lines(DRAWN[schedule, size])
+    assert draw_text(schedule, size) == dedent_lines(DRAWN[schedule, size])
 
 
 def test_pipeline_drawing() -> None:
     """The same drawing works for schedules whose slots have names instead of numbers."""
-    assert draw_text(Forwards(2), 3) == lines("""
+    assert draw_text(Forwards(2), 3) == dedent_lines("""
         0 | Fx0   >1:x0   Fx1   >1:x1
         1 |       <0:x0   Fx0   >2:x0 <0:x1   Fx1   >2:x1
         2 |                     <1:x0         Fx0   <1:x1   Fx1""")

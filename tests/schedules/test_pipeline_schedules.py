@@ -30,7 +30,7 @@ SIZES = [(ranks, micro) for ranks in range(1, 9) for micro in range(1, 33)]
 TIMES = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
 
-def drawn(pipelined: MicroBatchSchedule, size: int) -> str:
+def draw_tasks(pipelined: MicroBatchSchedule, size: int) -> str:
     """Draw what each rank computes, in order."""
     return "\n".join(
         f"{rank} | "
@@ -76,7 +76,7 @@ def drawn(pipelined: MicroBatchSchedule, size: int) -> str:
     ids=str,
 )
 def test_schedule_of_each_rank_is_drawn(schedule: PipelineSchedule, micro: int, text: str) -> None:
-    assert drawn(MicroBatchSchedule(schedule, micro), 2) == dedent(text).strip()
+    assert draw_tasks(MicroBatchSchedule(schedule, micro), 2) == dedent(text).strip()
 
 
 def test_messages_of_a_pipeline() -> None:
@@ -91,14 +91,16 @@ def test_messages_of_a_pipeline() -> None:
 
 def test_no_gradient_is_sent_before_the_first_trained_stage() -> None:
     assert (
-        drawn(MicroBatchSchedule(OneFOneB(), 2, first_trained_stage=1), 3)
+        draw_tasks(MicroBatchSchedule(OneFOneB(), 2, first_trained_stage=1), 3)
         == "0 | F0 F1\n1 | F0 F1 B0 B1\n2 | F0 B0 F1 B1"
     )
     assert "g1.0" not in MicroBatchSchedule(OneFOneB(), 2, first_trained_stage=1).slots(3)
 
 
 # ---- bubbles and peaks -----------------------------------------------------------------------
-def seconds(pipelined: MicroBatchSchedule, size: int, times: dict[str, float] = TIMES) -> float:
+def compute_seconds(
+    pipelined: MicroBatchSchedule, size: int, times: dict[str, float] = TIMES
+) -> float:
     """Return the time of a step, if messages cost nothing and every rank has its own core."""
     lengths = dict.fromkeys(pipelined.slots(size), 0)
     return time_schedule(pipelined, size, lengths, Cluster(Link(0.0, 0.0)), durations=times).seconds
@@ -108,7 +110,9 @@ def seconds(pipelined: MicroBatchSchedule, size: int, times: dict[str, float] = 
 def test_the_bubble_of_whole_backwards(schedule: PipelineSchedule, share: int) -> None:
     """The bubble is (p - 1)(F + B + W)."""
     for size, micro in SIZES:
-        assert seconds(MicroBatchSchedule(schedule, micro), size) == 3 * micro + 3 * (size - 1), (
+        assert compute_seconds(MicroBatchSchedule(schedule, micro), size) == 3 * micro + 3 * (
+            size - 1
+        ), (
             size,
             micro,
         )
@@ -120,7 +124,7 @@ def test_the_bubble_of_interleaved_stages(chunks: int) -> None:
     times = {what: duration / chunks for what, duration in TIMES.items()}
     for size, micro in SIZES:
         if micro % size == 0:
-            took = seconds(MicroBatchSchedule(Interleaved(chunks), micro), size, times)
+            took = compute_seconds(MicroBatchSchedule(Interleaved(chunks), micro), size, times)
             assert took == pytest.approx(3 * micro + 3 * (size - 1) / chunks), (size, micro)
 
 
@@ -130,9 +134,9 @@ def test_bubble_of_zero_bubble_schedules() -> None:
     If there are fewer micro-batches than stages, it is longer by (p - m) W.
     """
     for size, micro in SIZES:
-        assert seconds(MicroBatchSchedule(ZeroBubble(), micro), size) == 3 * micro + size - 1 + max(
-            0, size - micro
-        ), (size, micro)
+        assert compute_seconds(
+            MicroBatchSchedule(ZeroBubble(), micro), size
+        ) == 3 * micro + size - 1 + max(0, size - micro), (size, micro)
 
 
 def test_the_peak_of_activations() -> None:

@@ -82,34 +82,34 @@ class Broken(Line):
             object.__setattr__(self, "parts", parts)
 
 
-def changed(change: Callable[[int, int, list[Any]], Any]) -> Callable[[int, int], Any]:
+def change_program(change: Callable[[int, int, list[Any]], Any]) -> Callable[[int, int], Any]:
     """Return the program of Line, changed by change(rank, size, actions)."""
     return lambda rank, size: iter(change(rank, size, list(Line().program(rank, size))))
 
 
-def without(victim: int, number: int) -> Callable[[int, int], Any]:
+def leave_out_action(victim: int, number: int) -> Callable[[int, int], Any]:
     """Return the program of Line, in which one rank leaves out an action."""
-    return changed(
+    return change_program(
         lambda rank, size, actions: [
             each for at, each in enumerate(actions) if (rank, at) != (victim, number)
         ]
     )
 
 
-def instead(victim: int, number: int, action: Any) -> Callable[[int, int], Any]:
+def replace_action(victim: int, number: int, action: Any) -> Callable[[int, int], Any]:
     """Return the program of Line, in which one rank makes another action instead."""
-    return changed(
+    return change_program(
         lambda rank, size, actions: [
             action if (rank, at) == (victim, number) else each for at, each in enumerate(actions)
         ]
     )
 
 
-def skipping(rank: int, size: int) -> Program:
+def skip_chunk(rank: int, size: int) -> Program:
     return (each for each in Line().program(rank, size) if each.slot != 1)
 
 
-def whole_vector(rank: int, size: int) -> Program:
+def exchange_whole_vectors(rank: int, size: int) -> Program:
     """Exchange whole vectors with the rank at distance 1, 2, 4, ...
 
     This works for 2 and 4 ranks, where every rank has a partner; with 3 ranks, one has none.
@@ -121,38 +121,38 @@ def whole_vector(rank: int, size: int) -> Program:
         distance *= 2
 
 
-def raising(rank: int, size: int) -> Iterator[Any]:
+def raise_in_program(rank: int, size: int) -> Iterator[Any]:
     yield from itertools.islice(Line().program(rank, size), 3)
     yield Send({0: 1, 1: 2}[rank], 0)
 
 
-def endless(rank: int, size: int) -> Iterator[Any]:
+def exchange_without_end(rank: int, size: int) -> Iterator[Any]:
     while True:
         yield Send((rank + 1) % size, rank)
         yield Recv((rank - 1) % size, (rank - 1) % size)
 
 
-def chatty(rank: int, size: int) -> Iterator[Any]:
+def send_without_end(rank: int, size: int) -> Iterator[Any]:
     while True:
         yield Send((rank + 1) % size, rank)
 
 
-def receiving_first(rank: int, size: int) -> Iterator[Any]:
+def receive_first(rank: int, size: int) -> Iterator[Any]:
     actions = list(Line().program(rank, size))
     for send, recv in zip(actions[::2], actions[1::2], strict=True):
         yield recv
         yield send
 
 
-def no_generator(rank: int, size: int) -> Any:
+def return_list(rank: int, size: int) -> Any:
     return list(Line().program(rank, size))
 
 
-def forgotten(rank: int, size: int) -> Any:
+def forget_to_yield(rank: int, size: int) -> Any:
     Line().program(rank, size)
 
 
-def of_one_argument(rank: int) -> Any:
+def take_one_argument(rank: int) -> Any:
     yield Send(rank + 1, 0)
 
 
@@ -181,7 +181,7 @@ calls = itertools.count()
 dice = random.Random(0)
 
 
-def by_chance(rank: int, size: int) -> Any:
+def shuffle_actions(rank: int, size: int) -> Any:
     actions = list(Line().program(rank, size))
     dice.shuffle(actions)
     yield from actions
@@ -193,35 +193,35 @@ NOBODY = "is for a rank that does not exist: there are 0 to 2, as whole numbers"
 # Each row: what is wrong; the program; the message of the refusal with 3 ranks.
 STORIES: dict[str, tuple[Callable[..., Any], str]] = {
     "a chunk skipped on both ends": (
-        skipping,
+        skip_chunk,
         "rank 0 ends without the contribution of rank 1 in slot 1: it never takes that slot",
     ),
     "a chunk skipped by its sender alone": (
-        without(1, 0),
+        leave_out_action(1, 0),
         "rank 2 expects slot 1 from rank 1, which sends slot 0: first sent is first received "
         "(round 2)",
     ),
     "a chunk skipped by its receiver alone": (
-        without(1, 1),
+        leave_out_action(1, 1),
         "rank 1 expects slot 2 from rank 0, which sends slot 0: first sent is first received "
         "(round 1)",
     ),
     "the last chunk skipped by its receiver": (
-        without(1, 7),
+        leave_out_action(1, 7),
         "rank 1 never receives slot 0 that rank 0 sends to it, in round 4",
     ),
     "a slot overwritten where it was to be added": (
-        instead(1, 1, Recv(0, 0)),
+        replace_action(1, 1, Recv(0, 0)),
         "rank 0 ends without the contribution of rank 1 in slot 0: it takes that slot for the "
         "last time in round 3 (<2:0); rank 1 wrote over it in round 1 (<0:0), where add=True would "
         "have added",
     ),
     "a slot added where it was to be overwritten": (
-        instead(1, 5, Recv(0, 1, add=True)),
+        replace_action(1, 5, Recv(0, 1, add=True)),
         "rank 1 adds the contribution of rank 1 to slot 1 twice, in round 3 (<0:1+)",
     ),
     "everybody waits first": (
-        receiving_first,
+        receive_first,
         "deadlock among 3 ranks under asynchronous sends: rank 0 waits for slot 2 from rank 2 "
         "(round 1)",
     ),
@@ -231,83 +231,83 @@ STORIES: dict[str, tuple[Callable[..., Any], str]] = {
         "(round 1)",
     ),
     "a message past the last rank": (
-        instead(2, 0, Send(3, 2)),
+        replace_action(2, 0, Send(3, 2)),
         f"rank 2, action 1 of its program: Send(3, 2) {NOBODY}",
     ),
     "a message to a rank below none": (
-        instead(0, 1, Recv(-1, 2, add=True)),
+        replace_action(0, 1, Recv(-1, 2, add=True)),
         f"rank 0, action 2 of its program: Recv(-1, 2) {NOBODY}",
     ),
     "a message to half a rank": (
-        instead(1, 2, Send(1.5, 0)),
+        replace_action(1, 2, Send(1.5, 0)),
         f"rank 1, action 3 of its program: Send(1.5, 0) {NOBODY}",
     ),  # type: ignore[arg-type]
     "a message to itself": (
-        instead(1, 0, Send(1, 1)),
+        replace_action(1, 0, Send(1, 1)),
         "rank 1, action 1 of its program: Send(1, 1) is a message to itself; leave it out",
     ),
     "a slot that is not there": (
-        instead(0, 0, Send(1, 3)),
+        replace_action(0, 0, Send(1, 3)),
         "rank 0 uses slot 3; the vector has slots 0 to 2 (round 1)",
     ),
     "a slot by a name": (
-        instead(0, 0, Send(1, "mine")),
+        replace_action(0, 0, Send(1, "mine")),
         "rank 0 uses slot mine; the vector has slots 0 to 2 (round 1)",
     ),
     "every other slot in one message, of which the wire would send what is between them too": (
-        instead(0, 0, Send(1, range(0, 3, 2))),
+        replace_action(0, 0, Send(1, range(0, 3, 2))),
         "rank 0, action 1 of its program: range(0, 3, 2) is no slot: give the number",
     ),
     "a message of no slot": (
-        instead(0, 0, Send(1, range(0))),
+        replace_action(0, 0, Send(1, range(0))),
         "rank 0, action 1 of its program: range(0, 0) is no slot: give the number of a part",
     ),
     "a list of slots": (
-        instead(0, 0, Send(1, [0, 1])),
+        replace_action(0, 0, Send(1, [0, 1])),
         "rank 0, action 1 of its program: [0, 1] is no slot: give the number of a part, a ",
     ),  # type: ignore[arg-type]
     "a mean inside the exchange": (
-        changed(lambda rank, size, actions: [*actions, Compute("mean", 0)]),
+        change_program(lambda rank, size, actions: [*actions, Compute("mean", 0)]),
         "rank 1 computes 'mean' on slot 0: an exchange only adds; the mean is taken once, after "
         "it (round 5)",
     ),
     "a bare pair": (
-        instead(2, 1, (1, 0)),
+        replace_action(2, 1, (1, 0)),
         "rank 2, action 2 of its program: (1, 0) is of type tuple, not an action: yield Send",
     ),
     "nothing yielded": (
-        instead(2, 0, None),
+        replace_action(2, 0, None),
         "rank 2, action 1 of its program: None is of type NoneType, not an action: yield Send",
     ),
     "a list where a generator was meant": (
-        no_generator,
+        return_list,
         "rank 0's program is of type list, not an iterator: yield its actions",
     ),
     "yield forgotten": (
-        forgotten,
+        forget_to_yield,
         "rank 0's program is of type NoneType, not an iterator: yield its actions",
     ),
     "a program that raises": (
-        raising,
+        raise_in_program,
         "rank 2's program among 3 ranks raised KeyError: 2 (after 3 actions)",
     ),
     "a program of the rank alone": (
-        of_one_argument,
-        "rank 0's program among 3 ranks raised TypeError: of_one_argument() takes 1 positional "
+        take_one_argument,
+        "rank 0's program among 3 ranks raised TypeError: take_one_argument() takes 1 positional "
         "argument but 2 were given (after 0 actions)",
     ),
     "a program without end": (
-        endless,
+        exchange_without_end,
         f"rank 0's program does not end: it has sent {MAX_SENDS_PER_PEER * 3 + 2 * 3 * 3 + 1} "
         "messages, and continues (round ",
     ),
     "messages without end, which nobody takes": (
-        chatty,
+        send_without_end,
         f"rank 0's program does not end: it has sent {MAX_SENDS_PER_PEER * 3 + 2 * 3 * 3 + 1} "
         "messages, and continues (round ",
     ),
     "right at 2 and 4, and not at 3": (
-        whole_vector,
+        exchange_whole_vectors,
         f"rank 2, action 1 of its program: Send(3, range(0, 3)) {NOBODY}",
     ),
     "a program that depends on how often it was asked for": (
@@ -333,7 +333,7 @@ def test_invalid_all_reduce_is_refused_by_name(story: str) -> None:
 
 def test_all_reduce_of_some_sizes_is_proved_there() -> None:
     for size in (1, 2, 4, 8):
-        prove_schedule(Broken(whole_vector), size)
+        prove_schedule(Broken(exchange_whole_vectors), size)
 
 
 def test_random_schedules_are_refused() -> None:
@@ -345,7 +345,7 @@ def test_random_schedules_are_refused() -> None:
         with pytest.raises(
             ScheduleError, match=r"expects slot|deadlock|asked again|twice|ends without"
         ):
-            prove_schedule(Broken(by_chance), 4)
+            prove_schedule(Broken(shuffle_actions), 4)
 
 
 def test_schedule_without_a_program_is_refused() -> None:

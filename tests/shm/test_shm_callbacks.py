@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from shm_values import same, values
+from shm_values import assert_same, make_values
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -86,7 +86,7 @@ def chains_of_all_reduces(world: World) -> None:
 
     Each rank waits in another order, so callbacks run in its own thread or in the daemon's.
     """
-    wanted = sum(values(rank, 3_000) for rank in range(world.size))
+    wanted = sum(make_values(rank, 3_000) for rank in range(world.size))
 
     def reduce_again(done: Future[list[Tensor]]) -> Tensor:
         mine = done.value()[0]
@@ -100,7 +100,7 @@ def chains_of_all_reduces(world: World) -> None:
     futures = []
     for turn in range(12):
         # The types alternate, so a collective fails if it meets another turn's collective.
-        mine = values(world.rank, 3_000).to(torch.float64 if turn % 2 else torch.int64)
+        mine = make_values(world.rank, 3_000).to(torch.float64 if turn % 2 else torch.int64)
         work = dist.all_reduce(mine, async_op=True)
         futures.append(work.get_future().then(reduce_again))
         works.append(work)
@@ -109,12 +109,12 @@ def chains_of_all_reduces(world: World) -> None:
         work.wait()
     for turn, future in enumerate(futures):
         dtype = torch.float64 if turn % 2 else torch.int64
-        same(future.wait(), world.size**3 * wanted.to(dtype))
+        assert_same(future.wait(), world.size**3 * wanted.to(dtype))
 
 
 def waits_for_a_later_one(world: World) -> None:
     """A callback waits for a collective that was queued before the callback began."""
-    first, second = (values(world.rank, 50_000) + turn for turn in range(2))
+    first, second = (make_values(world.rank, 50_000) + turn for turn in range(2))
     later: list[dist.Work] = []
 
     def wait_for_second(_: object) -> Tensor:
@@ -125,7 +125,10 @@ def waits_for_a_later_one(world: World) -> None:
         work = dist.all_reduce(first, async_op=True)
         future = work.get_future().then(wait_for_second)
         later.append(dist.all_reduce(second, async_op=True))
-    same(future.wait(), sum(values(rank, 50_000) for rank in range(world.size)) + float(world.size))
+    assert_same(
+        future.wait(),
+        sum(make_values(rank, 50_000) for rank in range(world.size)) + float(world.size),
+    )
 
 
 def error_in_a_callback(world: World) -> None:
@@ -138,9 +141,9 @@ def error_in_a_callback(world: World) -> None:
     future = dist.all_reduce(torch.ones(2), async_op=True).get_future().then(reduce_and_fail)
     with pytest.raises(RuntimeError, match="on purpose"):
         future.wait()
-    mine = values(world.rank, 7)
+    mine = make_values(world.rank, 7)
     dist.all_reduce(mine)
-    same(mine, sum(values(rank, 7) for rank in range(world.size)))
+    assert_same(mine, sum(make_values(rank, 7) for rank in range(world.size)))
 
 
 def answers_to_messages(world: World) -> None:
@@ -149,16 +152,16 @@ def answers_to_messages(world: World) -> None:
     taken, answer = torch.empty(5), torch.empty(60_000)
 
     def exchange(_: object) -> Tensor:
-        sent = dist.isend(values(world.rank, 60_000), left, tag=1)
+        sent = dist.isend(make_values(world.rank, 60_000), left, tag=1)
         dist.recv(answer, right, tag=1)
         sent.wait()
         return answer
 
     future = dist.irecv(taken, left).get_future().then(exchange)
     dist.barrier()  # no message is sent before all ranks have registered their callbacks
-    dist.send(values(world.rank, 5), right)
-    same(future.wait(), values(right, 60_000))
-    same(taken, values(left, 5))
+    dist.send(make_values(world.rank, 5), right)
+    assert_same(future.wait(), make_values(right, 60_000))
+    assert_same(taken, make_values(left, 5))
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.table)])

@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from shm_values import LONG, same, values
+from shm_values import LONG, assert_same, make_values
 from torch import Tensor
 
 from paragrad.launch import Launcher
@@ -42,12 +42,12 @@ def all_reduces(world: World) -> None:
             (20_000,),
             (LONG if dtype == torch.float32 else 9_001,),
         ):
-            mine = values(world.rank, *shape, dtype=dtype)
+            mine = make_values(world.rank, *shape, dtype=dtype)
             dist.all_reduce(mine)
-            same(
+            assert_same(
                 mine,
                 sum(
-                    (values(rank, *shape, dtype=dtype) for rank in range(world.size)),
+                    (make_values(rank, *shape, dtype=dtype) for rank in range(world.size)),
                     torch.zeros((), dtype=dtype),
                 ),
             )
@@ -62,13 +62,16 @@ def in_inference_mode(world: World) -> None:
     for size in (17, 20_017):
         for inside in (True, False):
             with torch.inference_mode(inside):
-                mine = values(world.rank, size)
+                mine = make_values(world.rank, size)
                 dist.all_reduce(mine)
-                same(mine, sum((values(rank, size) for rank in range(world.size)), torch.zeros(())))
+                assert_same(
+                    mine,
+                    sum((make_values(rank, size) for rank in range(world.size)), torch.zeros(())),
+                )
 
 
 def operations(world: World) -> None:
-    everyone = torch.stack([values(rank, 5, 7) + 1 for rank in range(world.size)])
+    everyone = torch.stack([make_values(rank, 5, 7) + 1 for rank in range(world.size)])
     wholes = everyone.long()
     for operation, wanted, given in (
         (dist.ReduceOp.SUM, everyone.sum(0), everyone),
@@ -77,9 +80,9 @@ def operations(world: World) -> None:
         (dist.ReduceOp.MIN, everyone.amin(0), everyone),
         (dist.ReduceOp.MAX, everyone.amax(0), everyone),
         (dist.ReduceOp.AVG, wholes.sum(0) // world.size, wholes),
-        (dist.ReduceOp.BAND, combined(torch.bitwise_and, wholes), wholes),
-        (dist.ReduceOp.BOR, combined(torch.bitwise_or, wholes), wholes),
-        (dist.ReduceOp.BXOR, combined(torch.bitwise_xor, wholes), wholes),
+        (dist.ReduceOp.BAND, fold(torch.bitwise_and, wholes), wholes),
+        (dist.ReduceOp.BOR, fold(torch.bitwise_or, wholes), wholes),
+        (dist.ReduceOp.BXOR, fold(torch.bitwise_xor, wholes), wholes),
         (dist._make_nccl_premul_sum(0.5), everyone.sum(0) * 0.5, everyone),
     ):
         mine = given[world.rank].clone()
@@ -87,15 +90,15 @@ def operations(world: World) -> None:
         torch.testing.assert_close(mine, wanted, rtol=1e-6, atol=0)
     flags = torch.tensor([world.rank == 0, True, False])
     dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-    same(flags, torch.tensor([True, True, False]))
-    pair = torch.complex(values(world.rank, 4), values(world.rank, 4) + 1)
+    assert_same(flags, torch.tensor([True, True, False]))
+    pair = torch.complex(make_values(world.rank, 4), make_values(world.rank, 4) + 1)
     dist.all_reduce(pair)
-    same(pair.real, sum(values(rank, 4) for rank in range(world.size)))
+    assert_same(pair.real, sum(make_values(rank, 4) for rank in range(world.size)))
     with pytest.raises(ValueError, match="BAND needs whole numbers"):
         dist.all_reduce(torch.ones(3), op=dist.ReduceOp.BAND)
 
 
-def combined(function: object, stacked: Tensor) -> Tensor:
+def fold(function: object, stacked: Tensor) -> Tensor:
     result = stacked[0]
     for each in stacked[1:]:
         result = function(result, each)  # type: ignore[operator]
@@ -103,22 +106,24 @@ def combined(function: object, stacked: Tensor) -> Tensor:
 
 
 def not_contiguous(world: World) -> None:
-    whole = values(world.rank, 6, 8)
+    whole = make_values(world.rank, 6, 8)
     dist.all_reduce(whole[:, ::2].t())
-    wanted = values(world.rank, 6, 8)
-    wanted[:, ::2] = sum(values(rank, 6, 8) for rank in range(world.size))[:, ::2]
-    same(whole, wanted)
+    wanted = make_values(world.rank, 6, 8)
+    wanted[:, ::2] = sum(make_values(rank, 6, 8) for rank in range(world.size))[:, ::2]
+    assert_same(whole, wanted)
     # rows of the output are not contiguous
     wide = torch.zeros(4, 2 * world.size)[:, ::2]
-    dist.all_gather_into_tensor(wide.t(), values(world.rank, 1, 4))
-    same(wide.t().contiguous(), torch.cat([values(rank, 1, 4) for rank in range(world.size)]))
-    column = values(world.rank, 9, 2)[:, 1]
+    dist.all_gather_into_tensor(wide.t(), make_values(world.rank, 1, 4))
+    assert_same(
+        wide.t().contiguous(), torch.cat([make_values(rank, 1, 4) for rank in range(world.size)])
+    )
+    column = make_values(world.rank, 9, 2)[:, 1]
     if world.rank == 0:
         dist.send(column, dst=1)
     elif world.rank == 1:
         taken = torch.zeros(9, 3)
         dist.recv(taken[:, 2], src=0)
-        same(taken[:, 2].contiguous(), values(0, 9, 2)[:, 1].contiguous())
+        assert_same(taken[:, 2].contiguous(), make_values(0, 9, 2)[:, 1].contiguous())
 
 
 def same_bits(world: World) -> None:
@@ -131,101 +136,103 @@ def same_bits(world: World) -> None:
         ]
         mine = everyone[world.rank].clone()
         dist.all_reduce(mine)
-        same(mine, sum(everyone[1:], everyone[0]))
+        assert_same(mine, sum(everyone[1:], everyone[0]))
 
 
 # ---- the other collectives -------------------------------------------------------------------
 def gathers(world: World) -> None:
     ranks = range(world.size)
     for shape in ((0,), (3, 2), (LONG,)):
-        everyone = [values(rank, *shape) for rank in ranks]
+        everyone = [make_values(rank, *shape) for rank in ranks]
         mine = everyone[world.rank]
         taken = [torch.empty(shape) for _ in ranks]
         dist.all_gather(taken, mine)
         for found, wanted in zip(taken, everyone, strict=True):
-            same(found, wanted)
+            assert_same(found, wanted)
         flat = torch.empty(world.size * shape[0], *shape[1:])
         stacked = torch.empty(world.size, *shape)
         dist.all_gather_into_tensor(flat, mine)
         dist.all_gather_into_tensor(stacked, mine)
-        same(flat, torch.cat(everyone))
-        same(stacked, torch.stack(everyone))
+        assert_same(flat, torch.cat(everyone))
+        assert_same(stacked, torch.stack(everyone))
         taken = [torch.empty(shape) for _ in ranks]
         dist.gather(mine, taken if world.rank == 1 else None, dst=1)
         if world.rank == 1:
-            same(torch.stack(taken), torch.stack(everyone))
+            assert_same(torch.stack(taken), torch.stack(everyone))
         part = torch.empty(shape)
         dist.scatter(part, [each + 1 for each in everyone] if world.rank == 1 else None, src=1)
-        same(part, mine + 1)
+        assert_same(part, mine + 1)
         dist.broadcast(part, src=world.size - 1)
-        same(part, everyone[-1] + 1)
+        assert_same(part, everyone[-1] + 1)
         dist.reduce(part, dst=0)
         if world.rank == 0:
-            same(part, (everyone[-1] + 1) * world.size)
+            assert_same(part, (everyone[-1] + 1) * world.size)
     uneven = [torch.empty(rank + 1) for rank in ranks]
-    dist.all_gather(uneven, values(world.rank, world.rank + 1))
-    same(torch.cat(uneven), torch.cat([values(rank, rank + 1) for rank in ranks]))
+    dist.all_gather(uneven, make_values(world.rank, world.rank + 1))
+    assert_same(torch.cat(uneven), torch.cat([make_values(rank, rank + 1) for rank in ranks]))
     first = torch.empty(world.size * 2)
     second = torch.empty(world.size * 3)
     with dist._coalescing_manager(async_ops=True) as both:
-        dist.all_gather_into_tensor(first, values(world.rank, 2))
-        dist.all_gather_into_tensor(second, values(world.rank, 3))
+        dist.all_gather_into_tensor(first, make_values(world.rank, 2))
+        dist.all_gather_into_tensor(second, make_values(world.rank, 3))
     both.wait()
-    same(first, torch.cat([values(rank, 2) for rank in ranks]))
-    same(second, torch.cat([values(rank, 3) for rank in ranks]))
+    assert_same(first, torch.cat([make_values(rank, 2) for rank in ranks]))
+    assert_same(second, torch.cat([make_values(rank, 3) for rank in ranks]))
 
 
 def scatters(world: World) -> None:
     ranks = range(world.size)
     for shape in ((0,), (3, 2), (LONG,)):
         # indexed by the sending rank, then by the destination
-        inputs = [[values(rank, *shape) + to for to in ranks] for rank in ranks]
+        inputs = [[make_values(rank, *shape) + to for to in ranks] for rank in ranks]
         wanted = sum(inputs[rank][world.rank] for rank in ranks)
         out = torch.empty(shape)
         dist.reduce_scatter(out, inputs[world.rank])
-        same(out, wanted)
+        assert_same(out, wanted)
         dist.reduce_scatter_tensor(out, torch.cat(inputs[world.rank]), op=dist.ReduceOp.AVG)
         torch.testing.assert_close(out, wanted / world.size)
         dist.reduce_scatter_tensor(out, torch.stack(inputs[world.rank]))
-        same(out, wanted)
+        assert_same(out, wanted)
         stacked = torch.stack(inputs[world.rank])
         # in place, as FSDP may
         dist.reduce_scatter_tensor(stacked[world.rank], stacked)
-        same(stacked[world.rank], wanted)
+        assert_same(stacked[world.rank], wanted)
         taken = [torch.empty(shape) for _ in ranks]
         dist.all_to_all(taken, inputs[world.rank])
-        same(torch.stack(taken), torch.stack([inputs[rank][world.rank] for rank in ranks]))
+        assert_same(torch.stack(taken), torch.stack([inputs[rank][world.rank] for rank in ranks]))
         flat = torch.empty(world.size * shape[0], *shape[1:])
         dist.all_to_all_single(flat, torch.cat(inputs[world.rank]))
-        same(flat, torch.cat([inputs[rank][world.rank] for rank in ranks]))
+        assert_same(flat, torch.cat([inputs[rank][world.rank] for rank in ranks]))
     out = torch.empty(world.rank + 1)
-    uneven = [values(world.rank, to + 1) for to in ranks]
+    uneven = [make_values(world.rank, to + 1) for to in ranks]
     dist.reduce_scatter(out, uneven)
-    same(out, sum(values(rank, world.rank + 1) for rank in ranks))
+    assert_same(out, sum(make_values(rank, world.rank + 1) for rank in ranks))
     sends = [world.rank + to for to in ranks]
     takes = [rank + world.rank for rank in ranks]
     rows = torch.empty(sum(takes), 2)
-    dist.all_to_all_single(rows, values(world.rank, sum(sends), 2), takes, sends)
-    same(
+    dist.all_to_all_single(rows, make_values(world.rank, sum(sends), 2), takes, sends)
+    assert_same(
         rows,
         torch.cat(
             [
-                values(rank, sum(rank + to for to in ranks), 2).split([rank + to for to in ranks])[
-                    world.rank
-                ]
+                make_values(rank, sum(rank + to for to in ranks), 2).split(
+                    [rank + to for to in ranks]
+                )[world.rank]
                 for rank in ranks
             ]
         ),
     )
     lists = [torch.empty(rank + world.rank) for rank in ranks]
-    dist.all_to_all(lists, [values(world.rank, world.rank + to) for to in ranks])
-    same(torch.cat(lists), torch.cat([values(rank, rank + world.rank) for rank in ranks]))
+    dist.all_to_all(lists, [make_values(world.rank, world.rank + to) for to in ranks])
+    assert_same(
+        torch.cat(lists), torch.cat([make_values(rank, rank + world.rank) for rank in ranks])
+    )
     first = torch.empty(2)
     second = torch.empty(3)
     with dist._coalescing_manager() as _:
-        dist.reduce_scatter_tensor(first, values(world.rank, world.size * 2))
-        dist.reduce_scatter_tensor(second, values(world.rank, world.size * 3))
-    same(second, sum(values(rank, world.size, 3)[world.rank] for rank in ranks))
+        dist.reduce_scatter_tensor(first, make_values(world.rank, world.size * 2))
+        dist.reduce_scatter_tensor(second, make_values(world.rank, world.size * 3))
+    assert_same(second, sum(make_values(rank, world.size, 3)[world.rank] for rank in ranks))
 
 
 def objects_and_groups(world: World) -> None:
@@ -249,9 +256,9 @@ def objects_and_groups(world: World) -> None:
     for number, group in enumerate(groups):
         pair = sorted({number, (number + 1) % world.size})
         if world.rank in pair:
-            mine = values(world.rank, 5)
+            mine = make_values(world.rank, 5)
             dist.all_reduce(mine, group=group)
-            same(mine, sum(values(rank, 5) for rank in pair))
+            assert_same(mine, sum(make_values(rank, 5) for rank in pair))
             dist.broadcast(mine, src=pair[1], group=group)
     dist.barrier()
     dist.group.WORLD.monitored_barrier(timedelta(seconds=20))

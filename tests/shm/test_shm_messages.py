@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from shm_values import LONG, same, values
+from shm_values import LONG, assert_same, make_values
 
 from paragrad.launch import Launcher
 from paragrad.runtime.world import World
@@ -33,23 +33,23 @@ def passed_around(world: World) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64):
         for count in (0, 1, 1000, LONG):
             taken = torch.empty(count, dtype=dtype)
-            work = dist.isend(values(world.rank, count).to(dtype), right)
+            work = dist.isend(make_values(world.rank, count).to(dtype), right)
             dist.recv(taken, left)
             work.wait()
-            same(taken, values(left, count).to(dtype))
+            assert_same(taken, make_values(left, count).to(dtype))
 
 
 def batches(world: World) -> None:
     right = (world.rank + 1) % world.size
     left = (world.rank - 1) % world.size
-    mine = [values(world.rank, 3) + turn for turn in range(4)]
+    mine = [make_values(world.rank, 3) + turn for turn in range(4)]
     taken = [torch.empty(3) for _ in range(4)]
     operations = [dist.P2POp(dist.irecv, each, left) for each in taken] + [
         dist.P2POp(dist.isend, each, right) for each in mine
     ]
     for work in dist.batch_isend_irecv(operations):
         work.wait()
-    same(torch.stack(taken), torch.stack([values(left, 3) + turn for turn in range(4)]))
+    assert_same(torch.stack(taken), torch.stack([make_values(left, 3) + turn for turn in range(4)]))
 
 
 def tags(world: World) -> None:
@@ -82,24 +82,24 @@ def both_send_first(world: World) -> None:
     """Ranks 0 and 1 send each other at once more than the shared memory region holds."""
     if world.rank < 2:
         count = 3_000_000
-        work = dist.isend(values(world.rank, count), 1 - world.rank)
+        work = dist.isend(make_values(world.rank, count), 1 - world.rank)
         taken = torch.empty(count)
         dist.recv(taken, 1 - world.rank)
         work.wait()
-        same(taken, values(1 - world.rank, count))
+        assert_same(taken, make_values(1 - world.rank, count))
 
 
 def sends_while_others_wait(world: World) -> None:
     """A long send continues while its rank waits in a collective instead."""
     count = 3_000_000
     if world.rank == 0:
-        work = dist.isend(values(0, count), 1)
+        work = dist.isend(make_values(0, count), 1)
         dist.barrier()
         work.wait()
     elif world.rank == 1:
         taken = torch.empty(count)
         dist.recv(taken, 0)
-        same(taken, values(0, count))
+        assert_same(taken, make_values(0, count))
         dist.barrier()
     else:
         dist.barrier()
@@ -107,7 +107,7 @@ def sends_while_others_wait(world: World) -> None:
 
 def crosswise(world: World) -> None:
     """Rank 0 starts an all-reduce, sends, then waits; rank 1 receives before its all-reduce."""
-    mine = values(world.rank, 40_000)
+    mine = make_values(world.rank, 40_000)
     message = torch.zeros(4)
     if world.rank == 0:
         work = dist.all_reduce(mine, async_op=True)
@@ -116,9 +116,9 @@ def crosswise(world: World) -> None:
     else:
         if world.rank == 1:
             dist.recv(message, 0)
-            same(message, torch.ones(4))
+            assert_same(message, torch.ones(4))
         dist.all_reduce(mine)
-    same(mine, sum(values(rank, 40_000) for rank in range(world.size)))
+    assert_same(mine, sum(make_values(rank, 40_000) for rank in range(world.size)))
 
 
 def later(world: World) -> None:
@@ -126,7 +126,7 @@ def later(world: World) -> None:
 
     Futures of works give the right results.
     """
-    tensors = [values(world.rank, 30_000) + turn for turn in range(6)]
+    tensors = [make_values(world.rank, 30_000) + turn for turn in range(6)]
     works = [dist.all_reduce(each, async_op=True) for each in tensors]
     random.Random(world.rank).shuffle(works)
     for work in works:
@@ -134,25 +134,27 @@ def later(world: World) -> None:
         assert work.is_completed()
         assert work.is_success()
     for turn, each in enumerate(tensors):
-        same(each, sum(values(rank, 30_000) for rank in range(world.size)) + turn * world.size)
-    mine = values(world.rank, 10)
+        assert_same(
+            each, sum(make_values(rank, 30_000) for rank in range(world.size)) + turn * world.size
+        )
+    mine = make_values(world.rank, 10)
     future = (
         dist.all_reduce(mine, async_op=True).get_future().then(lambda done: done.value()[0] * 2)
     )
-    same(future.wait(), 2 * sum(values(rank, 10) for rank in range(world.size)))
-    mine = values(world.rank, 10)
+    assert_same(future.wait(), 2 * sum(make_values(rank, 10) for rank in range(world.size)))
+    mine = make_values(world.rank, 10)
     work = dist.all_reduce(mine, async_op=True)
     end = time.monotonic() + 20
     # no thread waits for the work, so the daemon runs it
     while not work.is_completed() and time.monotonic() < end:
         pass
-    same(mine, sum(values(rank, 10) for rank in range(world.size)))
+    assert_same(mine, sum(make_values(rank, 10) for rank in range(world.size)))
     taken = torch.empty(5)
     receive = dist.irecv(taken, (world.rank - 1) % world.size)
     told = receive.get_future()
-    dist.send(values(world.rank, 5), (world.rank + 1) % world.size)
+    dist.send(make_values(world.rank, 5), (world.rank + 1) % world.size)
     told.wait()
-    same(taken, values((world.rank - 1) % world.size, 5))
+    assert_same(taken, make_values((world.rank - 1) % world.size, 5))
 
 
 PROGRAMS = (
@@ -173,7 +175,7 @@ def test_message_programs(pool: Launcher, function: object, size: int) -> None:
     pool.run(function, size=size, backend="shm")
 
 
-def storm(world: World, seed: int) -> list[float]:
+def run_random_program(world: World, seed: int) -> list[float]:
     """Run a random program, the same on all ranks, of collectives and messages.
 
     Each rank waits for them in its own random order.
@@ -187,35 +189,35 @@ def storm(world: World, seed: int) -> list[float]:
         count = draw.choice((1, 100, 9_000, 70_000))
         sender, taker = draw.sample(range(size), 2)
         if kind == "reduce":
-            mine = values(world.rank, count) + turn
-            wanted = sum(values(rank, count) for rank in range(size)) + turn * size
+            mine = make_values(world.rank, count) + turn
+            wanted = sum(make_values(rank, count) for rank in range(size)) + turn * size
             pending.append((dist.all_reduce(mine, async_op=True), mine, wanted))
         elif kind == "gather":
             out = torch.empty(size * count)
-            wanted = torch.cat([values(rank, count) for rank in range(size)])
+            wanted = torch.cat([make_values(rank, count) for rank in range(size)])
             pending.append(
                 (
-                    dist.all_gather_into_tensor(out, values(world.rank, count), async_op=True),
+                    dist.all_gather_into_tensor(out, make_values(world.rank, count), async_op=True),
                     out,
                     wanted,
                 )
             )
         elif kind == "message" and world.rank == sender:
-            mine = values(sender, count) + turn
+            mine = make_values(sender, count) + turn
             pending.append((dist.isend(mine, taker), mine, mine.clone()))
         elif kind == "message" and world.rank == taker:
             mine = torch.empty(count)
-            pending.append((dist.irecv(mine, sender), mine, values(sender, count) + turn))
+            pending.append((dist.irecv(mine, sender), mine, make_values(sender, count) + turn))
         elif kind == "wait":
             own = random.Random(1000 * seed + 10 * turn + world.rank)
             own.shuffle(pending)
             for work, found, wanted in pending[:2]:
                 work.wait()
-                same(found, wanted)
+                assert_same(found, wanted)
             pending = pending[2:]
     for work, found, wanted in pending:
         work.wait()
-        same(found, wanted)
+        assert_same(found, wanted)
         total.append(float(found.sum()))
     return total
 
@@ -223,7 +225,7 @@ def storm(world: World, seed: int) -> list[float]:
 @pytest.mark.parametrize("size", [2, 4])
 def test_many_random_messages(pool: Launcher, size: int) -> None:
     for seed in range(5):
-        pool.run(storm, seed, size=size, backend="shm")
+        pool.run(run_random_program, seed, size=size, backend="shm")
 
 
 # ---- the ring buffer -------------------------------------------------------------------------
@@ -244,13 +246,13 @@ def ends_of_the_ring(world: World) -> None:
             left -= count + count // 16 + 20 * CACHE_LINE_BYTES
         if world.rank == 0:
             for place, count in enumerate(counts):
-                dist.send(values(place + turn, count).to(torch.uint8), 1)
+                dist.send(make_values(place + turn, count).to(torch.uint8), 1)
         elif world.rank == 1:
             dist.recv(torch.empty(1), 0, tag=2)
             for place, count in enumerate(counts):
                 taken = torch.empty(count, dtype=torch.uint8)
                 dist.recv(taken, 0)
-                same(taken, values(place + turn, count).to(torch.uint8))
+                assert_same(taken, make_values(place + turn, count).to(torch.uint8))
         if world.rank == 0:
             dist.send(torch.ones(1), 1, tag=2)
         dist.barrier()
@@ -276,7 +278,7 @@ def unusual(world: World) -> None:
 
     These are columns, slices with a step, and tensors that torch only marks as negative.
     """
-    plain = values(1, 600).view(20, 30)
+    plain = make_values(1, 600).view(20, 30)
     views = (
         lambda each: each[:15, :10],
         lambda each: each.t()[:15, :10],
@@ -290,7 +292,7 @@ def unusual(world: World) -> None:
             dist.send(sent, 1)
         elif world.rank == 1:
             dist.recv(place, 0)
-            same(place, sent)
+            assert_same(place, sent)
     assert sent.is_neg()
 
 
@@ -302,7 +304,7 @@ def test_ring_buffer_limits(pool: Launcher, function: object, size: int) -> None
     pool.run(function, size=size, backend="shm")
 
 
-def killed_amid_a_message(rank: int, store: str) -> None:
+def send_and_be_killed(rank: int, store: str) -> None:
     """Rank 1 is killed after it has sent a part of a message, while rank 0 receives it."""
     dist.init_process_group(
         "shm",
@@ -330,7 +332,7 @@ def test_death_during_a_message_ends_the_wait(tmp_path: Path) -> None:
     """
     call = (
         "import sys, paragrad.backends, test_shm_messages as t; "
-        "t.killed_amid_a_message(int(sys.argv[1]), sys.argv[2])"
+        "t.send_and_be_killed(int(sys.argv[1]), sys.argv[2])"
     )
     ranks = [
         subprocess.Popen(
@@ -390,7 +392,7 @@ def test_waiting_thread_takes_over_the_channel() -> None:
 
 
 # ---- disagreement, deaths, limits ------------------------------------------------------------
-def disagreeing(world: World) -> list[str]:
+def call_mismatched_operations(world: World) -> list[str]:
     """Call operations that do not match, and return the errors of this rank.
 
     Afterwards the group still works.
@@ -418,14 +420,14 @@ def disagreeing(world: World) -> list[str]:
         with pytest.raises(RuntimeError) as caught:
             calls[min(world.rank, 1)]()
         told.append(str(caught.value))
-    mine = values(world.rank, 3)
+    mine = make_values(world.rank, 3)
     dist.all_reduce(mine)
-    same(mine, sum(values(rank, 3) for rank in range(world.size)))
+    assert_same(mine, sum(make_values(rank, 3) for rank in range(world.size)))
     return told
 
 
 def test_disagreement_is_reported_to_all_ranks(pool: Launcher) -> None:
-    for rank, told in enumerate(pool.run(disagreeing, size=3, backend="shm")):
+    for rank, told in enumerate(pool.run(call_mismatched_operations, size=3, backend="shm")):
         for message, words in zip(
             told,
             (
@@ -443,7 +445,7 @@ def test_disagreement_is_reported_to_all_ranks(pool: Launcher) -> None:
                 assert word in message
 
 
-def mismatched_message(world: World) -> str:
+def exchange_unequal_lengths(world: World) -> str:
     group = dist.new_group()
     # longer than the ring buffer, so without the check the send would never end
     long = lambda: dist.send(torch.ones(2_000_000), 1, group=group)  # noqa: E731
@@ -454,12 +456,12 @@ def mismatched_message(world: World) -> str:
 
 
 def test_message_of_another_length_ends_both_ranks(pool: Launcher) -> None:
-    for message in pool.run(mismatched_message, size=2, backend="shm"):
+    for message in pool.run(exchange_unequal_lengths, size=2, backend="shm"):
         assert "rank 0 sends float32, 8000000 bytes" in message
         assert "receive from rank 0 of float32 [3], 12 bytes" in message
 
 
-def given_up(world: World, by_daemon: bool) -> str:
+def give_up_waiting(world: World, by_daemon: bool) -> str:
     """Rank 1 comes late to an all-reduce, and rank 0 gives up after 0.3 s.
 
     Rank 2 has a longer limit, but gets the error at once; rank 1 gets it later. If by_daemon is
@@ -487,13 +489,13 @@ def test_timeout_on_one_rank_ends_the_others(pool: Launcher, by_daemon: bool) ->
 
     Earlier, if the daemon ran the work, rank 0 waited as long as the daemon: 20 s, not 0.3 s.
     """
-    for message in pool.run(given_up, by_daemon, size=3, backend="shm"):
+    for message in pool.run(give_up_waiting, by_daemon, size=3, backend="shm"):
         assert "rank 0 gave up waiting" in message
         assert "to which rank 1 has not come" in message
         assert "all_reduce SUM of float32 [5], 20 bytes, collective 2 of its group of 3" in message
 
 
-def asked_for_early(world: World, asked: bool) -> str:
+def post_receive_early(world: World, asked: bool) -> str:
     """Rank 1 sends later than the time limit of the group after rank 0 posted its receive.
 
     If asked is true, rank 0 waits for the future of the receive.
@@ -525,14 +527,14 @@ def test_receive_posted_early_has_no_time_limit(pool: Launcher) -> None:
     A pipeline posts three receives at a time, and computes meanwhile. Earlier, the daemon gave
     up the group after its limit. A future that a thread waits for does end at the limit.
     """
-    assert pool.run(asked_for_early, False, size=2, backend="shm")[0] == "[1.0, 1.0, 1.0]"
+    assert pool.run(post_receive_early, False, size=2, backend="shm")[0] == "[1.0, 1.0, 1.0]"
     assert (
         "rank 0 gave up waiting for rank 1 in receive"
-        in pool.run(asked_for_early, True, size=2, backend="shm")[0]
+        in pool.run(post_receive_early, True, size=2, backend="shm")[0]
     )
 
 
-def one_of_two_is_awaited(world: World) -> str:
+def await_one_of_two(world: World) -> str:
     group = dist.new_group(timeout=timedelta(seconds=0.3))
     if world.rank:
         world.store.wait(["given up"])
@@ -547,11 +549,11 @@ def one_of_two_is_awaited(world: World) -> str:
 
 
 def test_awaited_message_is_named_and_not_an_earlier_one(pool: Launcher) -> None:
-    told, *_ = pool.run(one_of_two_is_awaited, size=3, backend="shm")
+    told, *_ = pool.run(await_one_of_two, size=3, backend="shm")
     assert "in receive from rank 2 of float32 [5]" in told
 
 
-def in_two_groups(world: World) -> str:
+def wait_in_two_groups(world: World) -> str:
     """Rank 1 calls no collective; rank 0 waits for it in another group than ranks 2 and 3."""
     both = world.duplicate(), world.duplicate()
     if world.rank == 1:
@@ -574,11 +576,11 @@ def test_rank_waiting_in_another_group_is_not_blamed(pool: Launcher) -> None:
     for it in the next exchange, in a shared memory region of their own. The rank that was left
     in the barrier then named all of them as missing.
     """
-    *_, message = pool.run(in_two_groups, size=4, backend="shm")
+    *_, message = pool.run(wait_in_two_groups, size=4, backend="shm")
     assert "rank 3 gave up waiting for rank 1 in all_reduce" in message
 
 
-def waiting_for_the_dead(rank: int, store: str) -> None:
+def wait_for_killed_rank(rank: int, store: str) -> None:
     """Rank 1 is killed while the others wait for it.
 
     Rank 0 waits in a collective, rank 2 for a message, and rank 3 for a future.
@@ -613,7 +615,7 @@ def test_death_of_a_rank_ends_every_wait(tmp_path: Path) -> None:
     """
     call = (
         "import sys, paragrad.backends, test_shm_messages as t; "
-        "t.waiting_for_the_dead(int(sys.argv[1]), sys.argv[2])"
+        "t.wait_for_killed_rank(int(sys.argv[1]), sys.argv[2])"
     )
     ranks = [
         subprocess.Popen(
@@ -636,7 +638,7 @@ def test_death_of_a_rank_ends_every_wait(tmp_path: Path) -> None:
         assert words in told[rank][0]
 
 
-def missing_from_a_barrier(world: World) -> str:
+def miss_a_barrier(world: World) -> str:
     group = dist.new_group()
     if world.rank in (1, 3):
         dist.recv(torch.empty(1), 0)
@@ -650,7 +652,7 @@ def missing_from_a_barrier(world: World) -> str:
 
 
 def test_barrier_names_the_missing_rank(pool: Launcher) -> None:
-    for message in pool.run(missing_from_a_barrier, size=4, backend="shm")[::2]:
+    for message in pool.run(miss_a_barrier, size=4, backend="shm")[::2]:
         assert "rank 1, rank 3 have not come" in message
 
 
@@ -692,7 +694,7 @@ def test_closed_channel_leaves_no_thread() -> None:
         sys.setswitchinterval(turns)
 
 
-def left(world: World) -> str:
+def leave_group(world: World) -> str:
     """Rank 0 leaves a group with an unfinished receive; rank 1 waits in a collective there."""
     group = dist.new_group()
     if world.rank == 0:
@@ -712,5 +714,5 @@ def test_leaving_rank_ends_the_waits_of_others(pool: Launcher) -> None:
 
     Then the daemon ends, and the other ranks get an error.
     """
-    for message in pool.run(left, size=2, backend="shm"):
+    for message in pool.run(leave_group, size=2, backend="shm"):
         assert "rank 0 left the group before its operations ended" in message

@@ -35,102 +35,102 @@ STEPS = 4
 BATCH = 16
 
 
-def model() -> nn.Sequential:
+def make_model() -> nn.Sequential:
     torch.manual_seed(3)
     return nn.Sequential(
         nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 16), nn.Tanh(), nn.Linear(16, 4)
     ).double()
 
 
-def batch(step: int) -> tuple[Tensor, Tensor]:
+def make_batch(step: int) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(step)
     return tuple(
         torch.randn(BATCH, width, generator=draw, dtype=torch.float64) for width in (12, 4)
     )  # type: ignore[return-value]
 
 
-def optimizer(parameters: object) -> torch.optim.Optimizer:
+def make_optimizer(parameters: object) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)  # type: ignore[arg-type]
 
 
-def serial() -> dict[str, Tensor]:
-    net = model()
-    update = optimizer(net.parameters())
+def train_serially() -> dict[str, Tensor]:
+    net = make_model()
+    update = make_optimizer(net.parameters())
     for step in range(STEPS):
-        inputs, target = batch(step)
+        inputs, target = make_batch(step)
         update.zero_grad()
         mse_loss(net(inputs), target).backward()
         update.step()
     return net.state_dict()
 
 
-def trained(net: nn.Module, part: slice) -> None:
+def train_on_part(net: nn.Module, part: slice) -> None:
     """Train on one part of every batch; the model itself averages over the parts."""
-    update = optimizer(net.parameters())
+    update = make_optimizer(net.parameters())
     for step in range(STEPS):
-        inputs, target = batch(step)
+        inputs, target = make_batch(step)
         update.zero_grad()
         mse_loss(net(inputs[part]), target[part]).backward()
         update.step()
 
 
-def same_training(found: dict[str, Tensor]) -> None:
-    for name, wanted in serial().items():
+def assert_serial_training(found: dict[str, Tensor]) -> None:
+    for name, wanted in train_serially().items():
         torch.testing.assert_close(found[name].detach(), wanted, rtol=1e-10, atol=1e-12)
 
 
-def own_part(index: int, parts: int) -> slice:
+def get_own_part(index: int, parts: int) -> slice:
     size = BATCH // parts
     return slice(index * size, (index + 1) * size)
 
 
-def whole_state(net: nn.Module) -> dict[str, Tensor]:
+def gather_state(net: nn.Module) -> dict[str, Tensor]:
     return get_model_state_dict(
         net, options=StateDictOptions(full_state_dict=True, cpu_offload=False)
     )
 
 
 def data_parallel(world: World) -> None:
-    net = DistributedDataParallel(model(), bucket_cap_mb=0.001)  # several buckets
-    trained(net, own_part(world.rank, world.size))
-    same_training(net.module.state_dict())
+    net = DistributedDataParallel(make_model(), bucket_cap_mb=0.001)  # several buckets
+    train_on_part(net, get_own_part(world.rank, world.size))
+    assert_serial_training(net.module.state_dict())
 
 
 def fully_sharded(world: World) -> None:
-    net = model()
+    net = make_model()
     for layer in (net[0], net[2]):
         fully_shard(layer)
     fully_shard(net)
-    trained(net, own_part(world.rank, world.size))
-    found = whole_state(net)
+    train_on_part(net, get_own_part(world.rank, world.size))
+    found = gather_state(net)
     if world.rank == 0:
-        same_training(found)
+        assert_serial_training(found)
 
 
 def tensor_parallel(world: World) -> None:
     net = parallelize_module(
-        model(),
+        make_model(),
         init_device_mesh("cpu", (world.size,)),
         {"0": ColwiseParallel(), "2": RowwiseParallel()},
     )
-    trained(net, slice(None))
-    same_training(whole_state(net))
+    train_on_part(net, slice(None))
+    assert_serial_training(gather_state(net))
 
 
 def on_a_mesh(world: World) -> None:
     """Train fully sharded along one axis of a 2x2 mesh, and tensor-parallel along the other."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     net = parallelize_module(
-        model(), mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        make_model(), mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()}
     )
     fully_shard(net, mesh=mesh["data"])
-    trained(net, own_part(mesh["data"].get_local_rank(), 2))
-    same_training(whole_state(net))
+    train_on_part(net, get_own_part(mesh["data"].get_local_rank(), 2))
+    assert_serial_training(gather_state(net))
 
 
 def pipelined(world: World) -> None:
     """Train a pipeline in three schedules; in the interleaved one, every rank has two stages."""
-    layers = [*model(), nn.Identity(), nn.Identity(), nn.Identity()]
+    layers = [*make_model(), nn.Identity(), nn.Identity(), nn.Identity()]
     for schedule_class in (ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B):
         count = world.size * (2 if schedule_class is ScheduleInterleaved1F1B else 1)
         cuts = [
@@ -145,9 +145,9 @@ def pipelined(world: World) -> None:
         ]
         schedule = schedule_class(stages if len(stages) > 1 else stages[0], 4, loss_fn=mse_loss)
         parameters = list(itertools.chain(*(module.parameters() for module in modules.values())))
-        update = optimizer(parameters) if parameters else None
+        update = make_optimizer(parameters) if parameters else None
         for step in range(STEPS):
-            inputs, target = batch(step)
+            inputs, target = make_batch(step)
             for parameter in parameters:
                 parameter.grad = None
             first = 0 in modules
@@ -155,7 +155,7 @@ def pipelined(world: World) -> None:
             schedule.step(*([inputs] if first else []), **({"target": target} if last else {}))
             if update:
                 update.step()
-        wanted = list(serial().values())
+        wanted = list(train_serially().values())
         before = [sum(len(list(cut.parameters())) for cut in cuts[:number]) for number in mine]
         for start, module in zip(before, modules.values(), strict=True):
             for place, parameter in enumerate(module.parameters()):

@@ -58,7 +58,7 @@ pytestmark = pytest.mark.processes
 BOUND = 1e-10  # for float64
 
 
-def checked(pool: Launcher, text: str, job: Job, steps: int = BRIEF) -> Difference:
+def compute_difference(pool: Launcher, text: str, job: Job, steps: int = BRIEF) -> Difference:
     return measure_difference(pool, text, job, steps)
 
 
@@ -66,7 +66,7 @@ def checked(pool: Launcher, text: str, job: Job, steps: int = BRIEF) -> Differen
 def test_covering_sample_equals_serial_in_float64(
     pool: Launcher, row: str, column: str, workers: int
 ) -> None:
-    assert checked(pool, ROWS[row](workers), JOBS[column]).value <= BOUND
+    assert compute_difference(pool, ROWS[row](workers), JOBS[column]).value <= BOUND
 
 
 @pytest.mark.table
@@ -74,7 +74,7 @@ def test_covering_sample_equals_serial_in_float64(
 def test_whole_table_equals_serial_in_float64(
     pool: Launcher, row: str, column: str, workers: int
 ) -> None:
-    assert checked(pool, ROWS[row](workers), JOBS[column], COMPARED_STEPS).value <= BOUND
+    assert compute_difference(pool, ROWS[row](workers), JOBS[column], COMPARED_STEPS).value <= BOUND
 
 
 @pytest.mark.parametrize(("row", "column"), NOT_EXACT, ids=str)
@@ -82,7 +82,7 @@ def test_inexact_pairs_differ_as_declared(pool: Launcher, row: str, column: str)
     """These strategies say that they are not exact, and the check does find a difference."""
     text = ROWS[row](2)
     assert not strategy(text).exact
-    assert checked(pool, text, JOBS[column]).value > 1e-6
+    assert compute_difference(pool, text, JOBS[column]).value > 1e-6
 
 
 # Plain torch draws other dropout masks than paragrad (see test_draws.py). With micro-batches,
@@ -131,17 +131,17 @@ def test_serial_equals_plain_pytorch(row: str, column: str) -> None:
     plain = {name: parameter.grad for name, parameter in model.named_parameters()}
     assert max(list_tensor_deviations(trainer.gradients(), plain, noise).values()) <= BOUND
     if "batch norm, adam" not in column:
-        assert max(list_tensor_deviations(trainer.state(), trainer_state(model)).values()) <= BOUND
+        assert max(list_tensor_deviations(trainer.state(), collect_state(model)).values()) <= BOUND
 
 
-def trainer_state(model: nn.Module) -> dict[str, Tensor]:
+def collect_state(model: nn.Module) -> dict[str, Tensor]:
     return {
         **{name: parameter.detach() for name, parameter in model.named_parameters()},
         **dict(model.named_buffers()),
     }
 
 
-def one_step(
+def run_one_step(
     world: World, job: Job, chosen: Strategy, reverse: bool = False
 ) -> Mapping[str, Tensor | None]:
     """Make one step; return gradients and parameters by name, or nothing on a server."""
@@ -180,7 +180,7 @@ IN_FLOAT32 += [
 EVERY_JOB = {**JOBS, **OF_IMAGES, **WITH_BRANCHES}
 
 
-def covered(place: int, cell: tuple[str, str]) -> bool:
+def is_covered(place: int, cell: tuple[str, str]) -> bool:
     """Return whether the usual tests include this cell; `make table` runs all cells.
 
     They include every eighth cell of `data`, and each row of models in parts once. They also
@@ -195,7 +195,7 @@ def covered(place: int, cell: tuple[str, str]) -> bool:
 @pytest.mark.parametrize(
     ("text", "column"),
     [
-        pytest.param(*cell, marks=[] if covered(place, cell) else pytest.mark.table)
+        pytest.param(*cell, marks=[] if is_covered(place, cell) else pytest.mark.table)
         for place, cell in enumerate(IN_FLOAT32)
     ],
 )
@@ -209,16 +209,18 @@ def test_float32_error_is_at_most_4_times_that_of_serial(
     job = EVERY_JOB[column]
     chosen = resolve_text(text)
     like = Serial(threads=1)
-    exact = one_step(World(), job.replace(dtype=torch.float64), like)
-    serial = one_step(World(), job, like)
-    twin = one_step(World(), job, like, reverse=True)
-    ours = pool.run(one_step, job, chosen, size=chosen.size)[0]
+    exact = run_one_step(World(), job.replace(dtype=torch.float64), like)
+    serial = run_one_step(World(), job, like)
+    twin = run_one_step(World(), job, like, reverse=True)
+    ours = pool.run(run_one_step, job, chosen, size=chosen.size)[0]
     floor = 8 * torch.finfo(torch.float32).eps
-    allowed = 4 * max(largest(serial, exact), largest(twin, exact))
-    assert largest(ours, exact) <= max(allowed, floor)
+    allowed = 4 * max(find_largest_deviation(serial, exact), find_largest_deviation(twin, exact))
+    assert find_largest_deviation(ours, exact) <= max(allowed, floor)
 
 
-def largest(ours: Mapping[str, Tensor | None], exact: Mapping[str, Tensor | None]) -> float:
+def find_largest_deviation(
+    ours: Mapping[str, Tensor | None], exact: Mapping[str, Tensor | None]
+) -> float:
     in64 = {name: None if value is None else value.double() for name, value in ours.items()}
     noise = 1e3 * torch.finfo(torch.float32).eps
     gradients = [name for name in exact if name.startswith("gradient")]
@@ -233,7 +235,7 @@ def largest(ours: Mapping[str, Tensor | None], exact: Mapping[str, Tensor | None
     )
 
 
-def whole_model() -> nn.Module:
+def make_integer_model() -> nn.Module:
     """Return a model whose weights are whole numbers.
 
     With whole inputs and a linear loss, every gradient is a whole number.
@@ -245,7 +247,7 @@ def whole_model() -> nn.Module:
     return model
 
 
-def whole_loss(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
+def compute_integer_loss(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
     """Return a loss that is linear in the output, and its weight.
 
     The weight is a power of two, so that the mean is exact.
@@ -255,9 +257,9 @@ def whole_loss(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
 
 WHOLE = make_job(
     "whole numbers",
-    whole_model,
+    make_integer_model,
     torch.utils.data.TensorDataset((VECTORS.tensors[0] * 3).round(), VECTORS.tensors[1]),
-    loss=whole_loss,
+    loss=compute_integer_loss,
     batch=16,
     optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5),
 )
@@ -268,13 +270,13 @@ WHOLE = make_job(
 )
 @pytest.mark.parametrize("row", ROWS)
 def test_integer_valued_training_is_bit_equal(pool: Launcher, row: str, workers: int) -> None:
-    expected = one_step(World(), WHOLE, Serial(threads=1))
+    expected = run_one_step(World(), WHOLE, Serial(threads=1))
     chosen = resolve_text(ROWS[row](workers))
-    for result in pool.run(one_step, WHOLE, chosen, size=chosen.size)[:workers]:
+    for result in pool.run(run_one_step, WHOLE, chosen, size=chosen.size)[:workers]:
         assert all(torch.equal(result[name], expected[name]) for name in expected)
 
 
-def many_steps(world: World, job: Job, chosen: Strategy, steps: int = 40) -> dict[str, Tensor]:
+def run_steps(world: World, job: Job, chosen: Strategy, steps: int = 40) -> dict[str, Tensor]:
     trainer = Trainer.build_for_job(world, job, chosen)
     epoch = 0
     while trainer.steps < steps:
@@ -307,7 +309,7 @@ def test_two_workers_are_bit_equal_for_every_algorithm(pool: Launcher) -> None:
             "double_tree",
             "two_level",
         )
-        for result in pool.run(many_steps, job, resolve_text(ROWS[row](2)), size=2)
+        for result in pool.run(run_steps, job, resolve_text(ROWS[row](2)), size=2)
     ]
     for result in results:
         assert all(torch.equal(result[name], results[0][name]) for name in result)
@@ -332,24 +334,22 @@ def test_reproducible_sums_are_bit_equal_for_every_algorithm(pool: Launcher, bac
     """Train 100 steps in float32 on four ranks; without `reproducible`, ring and star differ."""
     job = make_job("mlp", make_mlp, VECTORS)
 
-    def trained(option: str, *names: str) -> list[dict[str, Tensor]]:
+    def train_with_each(option: str, *names: str) -> list[dict[str, Tensor]]:
         texts = [f"data(4, reduce={name}{', ' if '(' in name else '('}{option}))" for name in names]
         return [
             result
             for text in texts
-            for result in pool.run(
-                many_steps, job, resolve_text(text), 100, size=4, backend=backend
-            )
+            for result in pool.run(run_steps, job, resolve_text(text), 100, size=4, backend=backend)
         ]
 
-    first, *others = trained("reproducible=true", *REPRODUCIBLE)
+    first, *others = train_with_each("reproducible=true", *REPRODUCIBLE)
     assert all(torch.equal(other[name], first[name]) for other in others for name in first)
     if backend == "shm":
-        first, *others = trained("reproducible=false", "ring", "star")
+        first, *others = train_with_each("reproducible=false", "ring", "star")
         assert not all(torch.equal(other[name], first[name]) for other in others for name in first)
 
 
-def not_finite(world: World) -> None:
+def reduce_non_finite(world: World) -> None:
     vector = torch.ones(5)
     if world.rank == 1:
         vector[3] = math.nan
@@ -358,7 +358,7 @@ def not_finite(world: World) -> None:
 
 def test_non_finite_value_ends_a_reproducible_sum(pool: Launcher) -> None:
     with pytest.raises(RankFailed, match=r"a gradient is not finite (here|on another rank)"):
-        pool.run(not_finite, size=3)
+        pool.run(reduce_non_finite, size=3)
 
 
 def test_deviation_is_the_documented_formula() -> None:

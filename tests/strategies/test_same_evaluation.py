@@ -97,7 +97,7 @@ class MaskedModel(nn.Module):
         return self.out(self.second(hidden))  # type: ignore[no-any-return]
 
 
-def masked_loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+def compute_masked_loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
     return functional.cross_entropy(output.transpose(1, 2), batch["labels"])
 
 
@@ -114,7 +114,7 @@ MASKED = make_job(
     "masked language model",
     MaskedModel,
     Lines(30, seed=100),
-    loss=masked_loss,
+    loss=compute_masked_loss,
     metric=count_hits,
     test=Lines(29, seed=900),
     collate=mask_letters,
@@ -144,7 +144,7 @@ def add_noise(samples: list[Any]) -> tuple[Tensor, dict[str, Tensor]]:
     return images + torch.randn(images.shape), {"labels": classes, "numbers": places}
 
 
-def class_loss(output: Tensor, target: dict[str, Tensor]) -> Tensor:
+def compute_class_loss(output: Tensor, target: dict[str, Tensor]) -> Tensor:
     return functional.cross_entropy(output, target["labels"])
 
 
@@ -156,7 +156,7 @@ NOISY = make_job(
     "images with noise",
     Forking,
     Pictures(30, seed=20),
-    loss=class_loss,
+    loss=compute_class_loss,
     metric=count_right,
     test=Pictures(29, seed=30),
     collate=add_noise,
@@ -246,7 +246,7 @@ def compare_with_serial(pool: Launcher, made: Job, text: str) -> list[Evaluation
     return found
 
 
-def of_table(*texts: Any) -> list[Any]:
+def mark_as_table(*texts: Any) -> list[Any]:
     return [pytest.param(text, marks=pytest.mark.table) for text in texts]
 
 
@@ -258,7 +258,7 @@ EXACT = [
     "pipeline(2)",
     "server(2)",
     "data(2) * pipeline(2, micro=2)",
-    *of_table(
+    *mark_as_table(
         "data(4, reduce=ring)",
         "data(2, state=shared_memory)",
         "data(3, state=fully_sharded)",
@@ -277,7 +277,7 @@ EXACT = [
 ]
 OF_IMAGES = [
     "data(2) * spatial(2)",
-    *of_table(
+    *mark_as_table(
         "data(3, state=fully_sharded)",
         "data(3, dense=tensor)",
         "spatial(2)",
@@ -307,7 +307,7 @@ def test_noise_of_test_images_is_the_same(pool: Launcher, text: str) -> None:
     "text",
     [
         "data(3, state=replicated)",
-        *of_table("data(2, state=fully_sharded)", "server(2)", "tensor(2)", "pipeline(2)"),
+        *mark_as_table("data(2, state=fully_sharded)", "server(2)", "tensor(2)", "pipeline(2)"),
     ],
 )
 def test_samples_collated_by_torch_are_the_same(pool: Launcher, text: str) -> None:
@@ -354,7 +354,7 @@ class PackedModel(nn.Module):
         return self.out(self.lstm(packed)[0].data)  # type: ignore[no-any-return]
 
 
-def packed_loss(output: Tensor, batch: dict[str, Any]) -> Tensor:
+def compute_packed_loss(output: Tensor, batch: dict[str, Any]) -> Tensor:
     return functional.cross_entropy(output, batch["labels"].data)
 
 
@@ -381,7 +381,7 @@ class CountedModel(MaskedModel):
         return super().forward(tokens, labels, numbers)
 
 
-def counted_loss(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+def compute_counted_loss(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Return the sum of the losses of all masked letters, and their number in the batch."""
     total = functional.cross_entropy(output.transpose(1, 2), batch["labels"], reduction="sum")
     return total, batch["count"]
@@ -390,12 +390,15 @@ def counted_loss(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tens
 PACKED = MASKED.replace(
     name="packed lines",
     model=PackedModel,
-    loss=packed_loss,
+    loss=compute_packed_loss,
     metric=count_packed,
     collate=pack_lines,
 )
 COUNTED = MASKED.replace(
-    name="a count of the batch", model=CountedModel, loss=counted_loss, collate=divide_by_count
+    name="a count of the batch",
+    model=CountedModel,
+    loss=compute_counted_loss,
+    collate=divide_by_count,
 )
 
 
@@ -409,7 +412,7 @@ def evaluate_only(world: World, made: Job, text: str, batch: int) -> tuple[float
         trainer.close()
 
 
-@pytest.mark.parametrize("workers", [2, *of_table(3, 4)])
+@pytest.mark.parametrize("workers", [2, *mark_as_table(3, 4)])
 @pytest.mark.parametrize("made", [PACKED, COUNTED], ids=lambda made: made.name)
 def test_batch_that_cannot_be_cut_is_evaluated_whole(
     pool: Launcher, made: Job, workers: int

@@ -34,7 +34,7 @@ from paragrad.trainer.trainer import Trainer
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_ranks"), pytest.mark.story]
 
 
-def deep() -> nn.Module:
+def make_deep_mlp() -> nn.Module:
     return nn.Sequential(
         nn.Linear(10, 16),
         nn.Tanh(),
@@ -46,12 +46,18 @@ def deep() -> nn.Module:
     )
 
 
-def adamw(parameters: Any) -> torch.optim.Optimizer:
+def make_adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01)
 
 
 job = make_job(
-    "deep", deep, VECTORS, test=VECTORS, metric=pg.accuracy, clip_norm=0.5, optimizer=adamw
+    "deep",
+    make_deep_mlp,
+    VECTORS,
+    test=VECTORS,
+    metric=pg.accuracy,
+    clip_norm=0.5,
+    optimizer=make_adamw,
 )
 EVERY = (Columns(2), pg.Data(2, reduce=pg.Ring()) * Stages(2), Central(2))
 TABLE = (
@@ -96,7 +102,7 @@ def test_buffers_and_batch_norm_of_stages(chosen: pg.Strategy, tmp_path: Path) -
         assert torch.allclose(run.model().state_dict()[name], tensor, atol=1e-5), name
 
 
-def tied() -> nn.Module:
+def make_tied_mlp() -> nn.Module:
     model = nn.Sequential(
         nn.Linear(10, 10), nn.Tanh(), nn.Linear(10, 10), nn.Tanh(), nn.Linear(10, 10)
     )
@@ -108,7 +114,7 @@ def tied() -> nn.Module:
     "chosen", [Stages(3), pytest.param(pg.Data(2) * Stages(2), marks=pytest.mark.table)], ids=str
 )
 def test_weight_of_two_stages_has_one_gradient(chosen: pg.Strategy, tmp_path: Path) -> None:
-    both = make_job("tied", tied, VECTORS, clip_norm=0.1, optimizer=adamw)
+    both = make_job("tied", make_tied_mlp, VECTORS, clip_norm=0.1, optimizer=make_adamw)
     assert pg.verify(both, chosen, runs=tmp_path).same
     run = pg.train(both, chosen, runs=tmp_path, save=2)
     model = run.model()
@@ -157,13 +163,13 @@ def test_rank_holds_its_shard_only(tmp_path: Path) -> None:
         for rank in range(3)
         for line in Record(run.folder).select_lines("memory", rank)
     ]
-    assert sum(held) == 4 * sum(parameter.numel() for parameter in deep().parameters())
+    assert sum(held) == 4 * sum(parameter.numel() for parameter in make_deep_mlp().parameters())
     assert max(held) < sum(held)
     # Later steps are compared with a copy of the whole model, gathered from the parts.
     assert run.to_json()["compared_steps"] > 1
 
 
-def freed(world: World, chosen: pg.Strategy) -> list[bool]:
+def list_freed_parameters(world: World, chosen: pg.Strategy) -> list[bool]:
     """Make two steps; return for each parameter of the whole model whether it is freed."""
     trainer = Trainer.build_for_job(world, job, chosen)
     try:
@@ -177,10 +183,10 @@ def freed(world: World, chosen: pg.Strategy) -> list[bool]:
 
 
 def test_whole_model_is_freed_after_the_first_step_check(pool: Launcher) -> None:
-    assert pool.run(freed, Stages(2), size=2) == [[True] * 6] * 2
+    assert pool.run(list_freed_parameters, Stages(2), size=2) == [[True] * 6] * 2
 
 
-def _broken(weight: float) -> None:
+def _fail(weight: float) -> None:
     raise ValueError("broken")
 
 
@@ -190,7 +196,7 @@ class Failing(Central):
     def make_exchange(self, replica: Any, world: World, log: Any, options: Any) -> pg.Exchange:
         made = Served(replica, world)
         if world.rank == 0:
-            made.average = _broken  # type: ignore[method-assign]
+            made.average = _fail  # type: ignore[method-assign]
         return made
 
 
@@ -201,7 +207,7 @@ def test_failed_worker_does_not_wait_for_its_server(tmp_path: Path) -> None:
     assert time.monotonic() - began < DEFAULT_TIMEOUT / 2
 
 
-def asked_to_stop(world: World, chosen: pg.Strategy) -> list[bool]:
+def request_stop_on_rank_0(world: World, chosen: pg.Strategy) -> list[bool]:
     trainer = Trainer.build_for_job(world, job, chosen)
     stops = []
     try:
@@ -219,7 +225,9 @@ def asked_to_stop(world: World, chosen: pg.Strategy) -> list[bool]:
 
 @pytest.mark.parametrize("chosen", [Stages(2), Columns(2), pg.Data(2) * Stages(2)], ids=str)
 def test_stop_request_of_any_stage_reaches_all(pool: Launcher, chosen: pg.Strategy) -> None:
-    assert pool.run(asked_to_stop, chosen, size=chosen.size) == [[False, True]] * chosen.size
+    assert (
+        pool.run(request_stop_on_rank_0, chosen, size=chosen.size) == [[False, True]] * chosen.size
+    )
 
 
 # ---- wrong partitions ------------------------------------------------------------------------
@@ -230,11 +238,11 @@ class Uncopied(Columns):
         share = super().shard_model(model, example, axis)
         for module in share.model.modules():
             if isinstance(module, ColumnLinear):
-                module.forward = _without_sum.__get__(module)  # type: ignore[method-assign]
+                module.forward = _forward_without_sum.__get__(module)  # type: ignore[method-assign]
         return share
 
 
-def _without_sum(self: ColumnLinear, x: torch.Tensor) -> torch.Tensor:
+def _forward_without_sum(self: ColumnLinear, x: torch.Tensor) -> torch.Tensor:
     return Gathered.apply(nn.functional.linear(x, self.weight, self.bias), self.rows, self.axis)
 
 
@@ -358,11 +366,11 @@ class Mute(Stages):
     def make_passes(self, within: Any, exchange: pg.Exchange) -> Any:
         made = super().make_passes(within, exchange)
         spoken = made.compute_output
-        made.compute_output = lambda inputs: _none(spoken(inputs))
+        made.compute_output = lambda inputs: _drop_output(spoken(inputs))
         return made
 
 
-def _none(value: Any) -> None:
+def _drop_output(value: Any) -> None:
     """Drop the output, and return None."""
 
 
@@ -452,7 +460,7 @@ def test_incomplete_partition_is_refused(chosen: pg.Strategy, says: str, tmp_pat
         pg.train(job, chosen, runs=tmp_path)
 
 
-def adafactor(parameters: Any) -> torch.optim.Optimizer:
+def make_adafactor(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adafactor(parameters, lr=0.01)
 
 
@@ -461,7 +469,7 @@ def test_whole_tensor_optimizer_is_supported_or_refused(tmp_path: Path) -> None:
 
     The first step is compared before its update, so that check would not see a wrong update.
     """
-    whole = job.replace(optimizer=adafactor)
+    whole = job.replace(optimizer=make_adafactor)
     with pytest.raises(
         pg.RankFailed, match=r"Adafactor needs whole tensors together .* columns\(2\) divides them"
     ):
@@ -497,13 +505,13 @@ class Drifting(Columns):
         return share
 
 
-def normed() -> nn.Module:
+def make_normed_mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(10, 8), nn.LayerNorm(8), nn.Linear(8, 4))
 
 
 def test_diverging_copies_end_in_the_first_step(tmp_path: Path) -> None:
     """Earlier, only the primary copy of a parameter was compared with serial, not the others."""
-    both = make_job("layer norm", normed, VECTORS)
+    both = make_job("layer norm", make_normed_mlp, VECTORS)
     assert pg.verify(both, Columns(2), runs=tmp_path).same
     with pytest.raises(
         pg.RankFailed, match="ranks 0 and 1 hold copies of it with other gradients"
@@ -557,7 +565,7 @@ class Summed(torch.autograd.Function):
         return gradients[0], None
 
 
-def tabled() -> nn.Module:
+def make_tabled_model() -> nn.Module:
     return nn.Sequential(
         OrderedDict([("first", nn.Linear(10, 4)), ("0", Table()), ("last", nn.Tanh())])
     )
@@ -568,7 +576,7 @@ def test_stage_without_a_gradient_is_updated_as_in_serial(tmp_path: Path) -> Non
 
     Earlier, a rank whose part had no gradient did not apply weight decay to it.
     """
-    both = make_job("tabled", tabled, VECTORS, optimizer=adamw)
+    both = make_job("tabled", make_tabled_model, VECTORS, optimizer=make_adamw)
     assert pg.verify(both, Parted(2), runs=tmp_path).same
 
 
@@ -603,7 +611,7 @@ def test_passes_without_autocast_are_reported(tmp_path: Path) -> None:
 
 
 def hooked() -> nn.Module:
-    model = deep()
+    model = make_deep_mlp()
     model.get_parameter("0.weight").register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
     return model
 
@@ -641,13 +649,13 @@ class Counting(nn.Module):
         return x * (1 + 0.1 * self.calls)
 
 
-def counting() -> nn.Module:
+def make_counting_model() -> nn.Module:
     return nn.Sequential(Counting(), nn.Linear(10, 4), nn.Linear(4, 4))
 
 
 def test_unsynchronized_python_state_is_reported(tmp_path: Path) -> None:
     with pytest.raises(pg.RankFailed, match="divided model does not carry that from part to"):
-        pg.train(make_job("counting", counting, VECTORS), Stages(2), runs=tmp_path)
+        pg.train(make_job("counting", make_counting_model, VECTORS), Stages(2), runs=tmp_path)
 
 
 class Undivided(pg.Strategy):
@@ -704,10 +712,10 @@ def test_impossible_products_are_refused(text: str, says: str) -> None:
     ],
 )
 def test_user_partitions_in_a_user_loop_are_refused(text: str, says: str) -> None:
-    model = deep()
+    model = make_deep_mlp()
     with (
         pytest.raises(pg.Refused, match=says),
-        pg.parallelize(model, nn.functional.cross_entropy, adamw(model.parameters()), text),
+        pg.parallelize(model, nn.functional.cross_entropy, make_adamw(model.parameters()), text),
     ):
         pass
 

@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[2]
 OWN = ROOT / "examples" / "own_all_reduce.py"
 
 
-def command(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def run_command(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "paragrad", *words],
         cwd=cwd,
@@ -198,7 +198,7 @@ def test_user_passes_equal_serial(tmp_path: Path) -> None:
     }
 
 
-def asked_to_stop(world: World, chosen: pg.Strategy) -> tuple[bool, bool]:
+def request_stop_on_rank_1(world: World, chosen: pg.Strategy) -> tuple[bool, bool]:
     """Make two steps, and return for each whether this rank knows of a stop request.
 
     Rank 1 gets the request after the first step. The loop changes its inputs before each step.
@@ -228,7 +228,10 @@ def test_stop_request_reaches_all_ranks_under_user_passes(
     Also, if the loop had changed its batch, the step of one worker counted the share of two
     ranks twice.
     """
-    assert pool.run(asked_to_stop, chosen, size=chosen.workers) == [(False, True)] * chosen.workers
+    assert (
+        pool.run(request_stop_on_rank_1, chosen, size=chosen.workers)
+        == [(False, True)] * chosen.workers
+    )
 
 
 @pytest.mark.table
@@ -423,7 +426,7 @@ def test_failing_strategy_method_is_refused_by_name() -> None:
         pg.Data(2, reduce=Fickle)  # type: ignore[arg-type]
 
 
-def fickle(world: World) -> None:
+def run_fickle_step(world: World) -> None:
     """Make a step in which rank 1 has another environment variable than rank 0."""
     os.environ["FICKLE"] = "yes" if world.rank else "no"
     trainer = Trainer.build_for_job(
@@ -442,7 +445,7 @@ def test_different_programs_on_ranks_are_reported(pool: Launcher) -> None:
         pg.RankFailed,
         match=r"fickle has another program on rank . than on rank .: it must be a function of",
     ):
-        pool.run(fickle, size=2)
+        pool.run(run_fickle_step, size=2)
 
 
 @pytest.mark.table
@@ -457,7 +460,7 @@ def test_file_run_and_imported_defines_one_class(tmp_path: Path) -> None:
         .replace("import paragrad", "import beside\nimport paragrad", 1)
     )
     (tmp_path / "beside.py").write_text("import rumour\n")
-    done = command("train", "rumour.py", "--strategy", "data(2, reduce=hearsay)", cwd=tmp_path)
+    done = run_command("train", "rumour.py", "--strategy", "data(2, reduce=hearsay)", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 
@@ -602,7 +605,7 @@ def test_user_all_reduce_example_as_its_page_says(tmp_path: Path) -> None:
 
 @pytest.mark.story
 def test_command_finds_the_all_reduce_of_a_job_file(tmp_path: Path) -> None:
-    done = command("train", str(OWN), "--strategy", "data(3, reduce=line)", cwd=tmp_path)
+    done = run_command("train", str(OWN), "--strategy", "data(3, reduce=line)", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / "runs").iterdir()
     assert Record(folder).header["resolved"] == "data(3, reduce=line, state=replicated)"
@@ -621,7 +624,7 @@ def test_a_skipped_chunk_is_refused_with_rank_and_slot(tmp_path: Path) -> None:
     whole, part = OWN.read_text(), "for part in range(size):"
     assert part in whole
     broken.write_text(whole.replace(part, "for part in range(1, size):", 1))
-    done = command("train", str(broken), "--strategy", "data(3, reduce=line)", cwd=tmp_path)
+    done = run_command("train", str(broken), "--strategy", "data(3, reduce=line)", cwd=tmp_path)
     assert done.returncode == 2
     assert (
         "line is no all-reduce of 3 ranks: rank 0 ends without the contribution of rank 0 in "

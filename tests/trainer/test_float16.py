@@ -21,7 +21,7 @@ pytestmark = pytest.mark.processes
 LARGE = 300.0  # factor of a loss whose gradients overflow in float16, in the first steps
 
 
-def large_loss(output: Tensor, target: Tensor) -> Tensor:
+def compute_large_loss(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(output, target) * LARGE
 
 
@@ -34,7 +34,7 @@ def make_float16_job(**changes: Any) -> pg.Job:
         dtype=torch.float16,
         batch=8,
         epochs=3,
-        loss=large_loss,
+        loss=compute_large_loss,
         optimizer=lambda each: torch.optim.SGD(each, lr=1e-3, momentum=0.9),
         scheduler=decay,
         scheduler_every="step",
@@ -136,7 +136,7 @@ def test_all_ranks_skip_the_same_steps(strategy: str, reference: str, tmp_path: 
     assert run.compared_steps > 2
 
 
-def mean_output(output: Tensor, target: Tensor) -> Tensor:
+def compute_mean_output(output: Tensor, target: Tensor) -> Tensor:
     return output.float().mean()
 
 
@@ -151,7 +151,7 @@ def test_comparison_names_the_step_that_overflows_in_whole_batches_only(tmp_path
         model=lambda: nn.Linear(1, 1),
         train=ones,
         test=None,
-        loss=mean_output,
+        loss=compute_mean_output,
         metric=None,
         scheduler=None,
         scheduler_every=None,
@@ -177,7 +177,7 @@ def test_other_models_train_in_float16(name: str, strategy: str, tmp_path: Path)
     assert run.losses == pytest.approx(serial.losses, rel=2e-2)
 
 
-def float16_loss(output: Tensor, target: Tensor) -> Tensor:
+def compute_float16_loss(output: Tensor, target: Tensor) -> Tensor:
     """A loss that autocast leaves in float16; multiplied by the loss scale, it is infinite."""
     return -torch.log_softmax(output, -1)[torch.arange(len(target)), target].mean()
 
@@ -190,7 +190,9 @@ def test_loss_in_float16_trains_on(strategy: str, tmp_path: Path) -> None:
 
     The largest number of float16 is 65,504.
     """
-    made = make_float16_job(loss=float16_loss, clip_norm=None, scheduler=None, scheduler_every=None)
+    made = make_float16_job(
+        loss=compute_float16_loss, clip_norm=None, scheduler=None, scheduler_every=None
+    )
     losses, _, scales = train_plainly(made)
     run = pg.train(made, strategy, runs=tmp_path)
     assert scales[:2] == [2.0**16, 2.0**15]
@@ -243,7 +245,12 @@ def test_own_loop_has_a_loss_scale() -> None:
     optimizer = made.optimizer(model.parameters())
     found = []
     with pg.parallelize(
-        model, large_loss, optimizer, strategy="serial", seed=made.seed, autocast=torch.float16
+        model,
+        compute_large_loss,
+        optimizer,
+        strategy="serial",
+        seed=made.seed,
+        autocast=torch.float16,
     ) as trainer:
         for epoch in range(made.epochs):
             for inputs, target in trainer.batches(VECTORS, made.batch, epoch):

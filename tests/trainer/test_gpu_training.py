@@ -35,7 +35,7 @@ pytestmark = [
 DIGITS = pg.job("digits").replace(epochs=2)
 
 
-def normed() -> nn.Module:
+def make_normed_mlp() -> nn.Module:
     return nn.Sequential(
         nn.Linear(64, 32), nn.BatchNorm1d(32), nn.Dropout(0.2), nn.ReLU(), nn.Linear(32, 10)
     )
@@ -127,7 +127,7 @@ def tall() -> nn.Module:
     )
 
 
-MODELS = {"normed": normed, "attending": Attending, "convolving": convolving}
+MODELS = {"normed": make_normed_mlp, "attending": Attending, "convolving": convolving}
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -201,7 +201,7 @@ def test_spatial_and_branch_are_equal_on_gpu_and_cpu(
     ],
 )
 def test_verify_on_the_gpu(text: str, tmp_path: Path) -> None:
-    for job in (DIGITS, DIGITS.replace(model=normed, name="normed")):
+    for job in (DIGITS, DIGITS.replace(model=make_normed_mlp, name="normed")):
         certificate = pg.verify(job, text, runs=tmp_path, device="cuda")
         assert certificate.same, certificate
 
@@ -241,13 +241,13 @@ def test_user_loop_on_the_gpu() -> None:
     assert losses[-1] < losses[0]
 
 
-def wide() -> nn.Module:
+def make_wide_mlp() -> nn.Module:
     return nn.Sequential(
         nn.Linear(64, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 10)
     )
 
 
-def beside(world: World, job: pg.Job, chosen: str) -> tuple[list[float], list[int]]:
+def train_on_gpu_and_cpu(world: World, job: pg.Job, chosen: str) -> tuple[list[float], list[int]]:
     """Train with rank 0 on the GPU and the others on the CPU.
 
     Return the losses of all steps, and the shares at the end.
@@ -269,10 +269,12 @@ def test_shares_are_adapted_to_a_gpu_and_a_cpu(tmp_path: Path) -> None:
 
     The training equals serial's.
     """
-    job = DIGITS.replace(model=wide, name="wide", dtype=torch.float64, epochs=3, batch=512)
+    job = DIGITS.replace(model=make_wide_mlp, name="wide", dtype=torch.float64, epochs=3, batch=512)
     serial = pg.train(job, "serial", runs=tmp_path)
     with Launcher(2) as ranks:
-        for losses, shares in ranks.run(beside, job, "data(2, shares=auto, reduce=ring)"):
+        for losses, shares in ranks.run(
+            train_on_gpu_and_cpu, job, "data(2, shares=auto, reduce=ring)"
+        ):
             assert losses == pytest.approx(serial.losses, rel=1e-9)
             assert sum(shares) == 512
             assert shares[0] > 2 * shares[1]
@@ -284,7 +286,7 @@ def test_asynchronous_workers_on_a_gpu(tmp_path: Path) -> None:
 
     The statistics of batch norm are copied to the CPU and back.
     """
-    job = DIGITS.replace(model=normed, name="normed")
+    job = DIGITS.replace(model=make_normed_mlp, name="normed")
     run = pg.train(job, "server(2, sync=asp)", runs=tmp_path, device="cuda", save=20)
     assert (run.sample_count.twice, run.sample_count.missed) == (0, 0)
     assert (
@@ -297,7 +299,7 @@ def test_asynchronous_workers_on_a_gpu(tmp_path: Path) -> None:
     )
 
 
-def settled(world: World, job: pg.Job) -> list[float]:
+def average_on_gpu_and_cpu(world: World, job: pg.Job) -> list[float]:
     """Average the state of a replica on the GPU and one on the CPU; return the mean of this rank.
 
     Both replicas continue from the mean.
@@ -330,5 +332,5 @@ def test_state_on_two_devices_is_averaged() -> None:
         dtype=torch.float64, optimizer=functools.partial(torch.optim.Adam, lr=1e-3, fused=True)
     )
     with Launcher(2) as ranks:
-        one, other = ranks.run(settled, job, size=2)
+        one, other = ranks.run(average_on_gpu_and_cpu, job, size=2)
     assert one == pytest.approx(other, rel=1e-9)

@@ -26,7 +26,7 @@ from paragrad.validation.validate import validate_run
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_ranks")]
 
 
-def vectors(**changes: Any) -> pg.Job:
+def make_vectors_job(**changes: Any) -> pg.Job:
     return make_job("vectors", make_mlp, VECTORS).replace(
         **{"epochs": 3, "dtype": torch.float64, **changes}
     )
@@ -61,7 +61,7 @@ def test_slow_ranks_option_is_parsed() -> None:
 )
 def test_invalid_slow_ranks_and_paces_are_refused(slow: Any, pace: Any, says: str) -> None:
     with pytest.raises(pg.Refused) as caught:
-        pg.train(vectors(), "data(2)", slow=slow, pace=pace)
+        pg.train(make_vectors_job(), "data(2)", slow=slow, pace=pace)
     assert says in str(caught.value)
 
 
@@ -76,7 +76,7 @@ def test_random_slow_steps_are_equal_in_every_process() -> None:
     assert factors[0] != [2 * each for each in factors[1]]
 
 
-def waits(
+def measure_waits(
     monkeypatch: pytest.MonkeyPatch, slowed: SlowRanks, took: list[float], samples: int = 16
 ) -> tuple[Pace, list[float]]:
     """Return the pace of rank 1, and its waits in steps whose passes take these seconds.
@@ -101,14 +101,14 @@ def waits(
 def test_slow_rank_waits_for_the_simulated_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert waits(monkeypatch, SlowRanks(), [0.5, 0.25])[1] == [0.0, 0.0]
-    pace, waited = waits(monkeypatch, SlowRanks(((1, 3.0),)), [0.5, 0.25])
+    assert measure_waits(monkeypatch, SlowRanks(), [0.5, 0.25])[1] == [0.0, 0.0]
+    pace, waited = measure_waits(monkeypatch, SlowRanks(((1, 3.0),)), [0.5, 0.25])
     assert waited == [2.0, 1.0]  # the steps take one second, and half a second
     assert (pace.samples, pace.seconds) == (32, 4.5)
-    assert waits(monkeypatch, SlowRanks(((0, 3.0),)), [0.5])[1] == [0.0]
+    assert measure_waits(monkeypatch, SlowRanks(((0, 3.0),)), [0.5])[1] == [0.0]
     # half a share: two seconds
-    assert waits(monkeypatch, SlowRanks((), None, 4.0), [0.5], samples=8)[1] == [1.0]
-    assert waits(monkeypatch, SlowRanks(((1, 3.0),), None, 4.0), [0.5])[1] == [11.0]
+    assert measure_waits(monkeypatch, SlowRanks((), None, 4.0), [0.5], samples=8)[1] == [1.0]
+    assert measure_waits(monkeypatch, SlowRanks(((1, 3.0),), None, 4.0), [0.5])[1] == [11.0]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_slow_rank_waits_for_the_simulated_time(
 )
 def test_slowed_training_equals_serial(tmp_path: Path, text: str) -> None:
     slow, quick = (
-        pg.train(vectors(epochs=1), text, runs=tmp_path, **more)
+        pg.train(make_vectors_job(epochs=1), text, runs=tmp_path, **more)
         for more in ({"slow": "0=2x,random:0.5=3x", "pace": 0.01}, {})
     )
     assert slow.losses == quick.losses
@@ -124,7 +124,7 @@ def test_slowed_training_equals_serial(tmp_path: Path, text: str) -> None:
 
 
 # ---- shares that follow ----------------------------------------------------------------------
-def followed(
+def adapt_shares(
     told: list[tuple[float, float]], before: tuple[int, ...], full: int = 64
 ) -> tuple[int, ...]:
     """Return the shares that follow from the (samples, seconds) of the ranks."""
@@ -139,9 +139,9 @@ def followed(
 
 
 def test_shares_are_proportional_to_speed() -> None:
-    assert apportion_samples(64, followed([(160, 1.0), (160, 3.0)], (1, 1))) == [48, 16]
+    assert apportion_samples(64, adapt_shares([(160, 1.0), (160, 3.0)], (1, 1))) == [48, 16]
     assert apportion_samples(
-        64, followed([(160, 1.0), (160, 1.0), (320, 1.0), (160, 1e9)], (1, 1, 1, 1))
+        64, adapt_shares([(160, 1.0), (160, 1.0), (320, 1.0), (160, 1e9)], (1, 1, 1, 1))
     ) == [
         16,
         16,
@@ -149,14 +149,19 @@ def test_shares_are_proportional_to_speed() -> None:
         1,
     ]
     # each rank gets at least one sample
-    assert followed([(160, 1.0), (20, 1.0), (20, 1.0), (10, 1.0)], (1, 1, 1, 1), 4) == (1, 1, 1, 1)
-    assert min(followed([(160, 1.0), (1, 1.0), (1, 1.0)], (1, 1, 1), 7)) == 1
-    assert apportion_samples(4000, followed([(1999, 1.0), (1, 1.0)], (1, 1), 4000)) == [3997, 3]
+    assert adapt_shares([(160, 1.0), (20, 1.0), (20, 1.0), (10, 1.0)], (1, 1, 1, 1), 4) == (
+        1,
+        1,
+        1,
+        1,
+    )
+    assert min(adapt_shares([(160, 1.0), (1, 1.0), (1, 1.0)], (1, 1, 1), 7)) == 1
+    assert apportion_samples(4000, adapt_shares([(1999, 1.0), (1, 1.0)], (1, 1), 4000)) == [3997, 3]
 
 
 def test_shares_stay_without_a_clear_gain() -> None:
-    assert followed([(160, 1.0), (160, 1.01)], (1, 1)) == (1, 1)
-    assert followed([(160, 1.0), (0, 0.0)], (3, 1)) == (3, 1)
+    assert adapt_shares([(160, 1.0), (160, 1.01)], (1, 1)) == (1, 1)
+    assert adapt_shares([(160, 1.0), (0, 0.0)], (3, 1)) == (3, 1)
 
 
 def test_shares_change_once_an_epoch() -> None:
@@ -182,10 +187,10 @@ def test_fixed_shares_are_reported_at_start() -> None:
         UserWarning,
         match="job vectors has only one, so they stay equal; give more epochs, or give the",
     ):
-        validate_run(vectors(epochs=1), "data(2, shares=auto)")
+        validate_run(make_vectors_job(epochs=1), "data(2, shares=auto)")
     with pytest.warns(UserWarning, match="they stay equal"):
-        validate_run(vectors(), "data(2, shares=auto)", Settings(limit=3))
-    validate_run(vectors(epochs=2), "data(2, shares=auto)")
+        validate_run(make_vectors_job(), "data(2, shares=auto)", Settings(limit=3))
+    validate_run(make_vectors_job(epochs=2), "data(2, shares=auto)")
 
 
 @pytest.mark.sample(3)
@@ -193,8 +198,8 @@ def test_fixed_shares_are_reported_at_start() -> None:
     "text", ["data(2, shares=auto)", "data(2, shares=auto, reduce=ring)", "data(3, shares=auto)"]
 )
 def test_slow_rank_gets_fewer_samples_and_equals_serial(tmp_path: Path, text: str) -> None:
-    run = pg.train(vectors(), text, runs=tmp_path, slow="1=5x", pace=0.05)
-    serial = pg.train(vectors(), "serial", runs=tmp_path)
+    run = pg.train(make_vectors_job(), text, runs=tmp_path, slow="1=5x", pace=0.05)
+    serial = pg.train(make_vectors_job(), "serial", runs=tmp_path)
     assert run.losses == pytest.approx(serial.losses, rel=1e-10)
     assert (run.sample_count.twice, run.sample_count.missed) == (0, 0)
     record = Record(run.folder)
@@ -206,7 +211,9 @@ def test_slow_rank_gets_fewer_samples_and_equals_serial(tmp_path: Path, text: st
 
 
 def test_shares_change_only_between_epochs(tmp_path: Path) -> None:
-    run = pg.train(vectors(epochs=2), "data(2, shares=auto)", runs=tmp_path, slow="0=5x", pace=0.05)
+    run = pg.train(
+        make_vectors_job(epochs=2), "data(2, shares=auto)", runs=tmp_path, slow="0=5x", pace=0.05
+    )
     counts = [
         count_range_samples(line["order"]) for line in Record(run.folder).select_lines("step", 0)
     ]
@@ -245,12 +252,12 @@ def test_verify_takes_uneven_shares(tmp_path: Path) -> None:
     """Verify uses uneven shares: a run begins with equal ones, and uneven ones follow."""
     assert strategy("data(3, shares=auto)").verifiable.division == Division((3, 2, 1))
     assert strategy("data(2)").verifiable == strategy("data(2)")
-    assert pg.verify(vectors(), "data(3, shares=auto)", runs=tmp_path).same
+    assert pg.verify(make_vectors_job(), "data(3, shares=auto)", runs=tmp_path).same
 
 
 def test_two_data_iterators_keep_their_first_shares(tmp_path: Path) -> None:
     """Earlier, another call of `batches` changed the rest of an iterator that was in use."""
-    trainer = Trainer.build_for_job(World(), vectors(), strategy("data(1)"))
+    trainer = Trainer.build_for_job(World(), make_vectors_job(), strategy("data(1)"))
     first = trainer.batches(VECTORS, 12, 0)
     next(first)
     trainer.training.state.use_division(Division((1,), 3))

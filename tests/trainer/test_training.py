@@ -41,7 +41,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_ranks")]
 DIGITS = pg.job("digits").replace(epochs=2)
 
 
-def trained(pool: Launcher, folder: Path, job: pg.Job, text: str, **settings: object) -> pg.Run:
+def train_job(pool: Launcher, folder: Path, job: pg.Job, text: str, **settings: object) -> pg.Run:
     folder.mkdir(exist_ok=True)
     return train_on_ranks(pool, validate_run(job, text, Settings(**settings)), folder)
 
@@ -64,7 +64,7 @@ def test_digits_is_equal_under_every_strategy(pool: Launcher, tmp_path: Path) ->
     ):
         folder = tmp_path / str(len(runs))
         folder.mkdir()
-        runs[text] = trained(pool, folder, DIGITS, text)
+        runs[text] = train_job(pool, folder, DIGITS, text)
     for finished in runs.values():
         audit = finished.sample_count
         assert (audit.epochs, audit.samples, audit.seen, audit.twice, audit.missed) == (
@@ -88,7 +88,7 @@ def test_digits_is_equal_under_every_strategy(pool: Launcher, tmp_path: Path) ->
 
 
 def test_model_is_returned_with_serial_names(pool: Launcher, tmp_path: Path) -> None:
-    finished = trained(pool, tmp_path, DIGITS, "data(2)")
+    finished = train_job(pool, tmp_path, DIGITS, "data(2)")
     names = set(load_file(tmp_path / "model.safetensors"))
     assert names == set(DIGITS.model().state_dict())
     model = finished.model()
@@ -100,7 +100,7 @@ def test_model_is_returned_with_serial_names(pool: Launcher, tmp_path: Path) -> 
 
 
 def test_every_kind_of_record_line_has_its_fields(pool: Launcher, tmp_path: Path) -> None:
-    trained(pool, tmp_path, DIGITS, "data(2, reduce=ring)")
+    train_job(pool, tmp_path, DIGITS, "data(2, reduce=ring)")
     fields = {
         "run": {
             "schema",
@@ -150,7 +150,7 @@ def test_every_kind_of_record_line_has_its_fields(pool: Launcher, tmp_path: Path
 @pytest.mark.parametrize("text", ["data(2)", "data(2, reduce=ring)"])
 def test_step_record_is_below_256_bytes_per_rank(pool: Launcher, tmp_path: Path, text: str) -> None:
     """Earlier, the record grew by 2.3 KB per step: each span was a line that repeated its names."""
-    finished = trained(pool, tmp_path, DIGITS, text)
+    finished = train_job(pool, tmp_path, DIGITS, text)
     for rank in range(2):
         steps = [
             line
@@ -160,7 +160,7 @@ def test_step_record_is_below_256_bytes_per_rank(pool: Launcher, tmp_path: Path,
         assert sum(map(len, steps)) < 300 * len(finished.select_lines("step"))
 
 
-def wide() -> nn.Module:
+def make_wide_mlp() -> nn.Module:
     """Return a model larger than DDP's first bucket (1 MB), so that there are several buckets."""
     return nn.Sequential(
         nn.Linear(10, 700),
@@ -234,10 +234,10 @@ def test_overlap_can_be_disabled_and_is_recorded(pool: Launcher, tmp_path: Path)
     for overlap in (True, False):
         folder = tmp_path / str(overlap)
         folder.mkdir()
-        finished = trained(
+        finished = train_job(
             pool,
             folder,
-            make_job("wide", wide, VECTORS, epochs=1),
+            make_job("wide", make_wide_mlp, VECTORS, epochs=1),
             "data(2, reduce=tree)",
             overlap=overlap,
         )
@@ -245,11 +245,11 @@ def test_overlap_can_be_disabled_and_is_recorded(pool: Launcher, tmp_path: Path)
         assert choices["overlap"] == ("on" if overlap else "off")
         names = {span["name"] for span in finished.select_lines("span")}
         assert {"load", "F0", "B0", "reduce 0", "reduce 1", "update"} <= names
-    assert pool.run(leaves_during_backward, True, size=2) == [True, True]
-    assert pool.run(leaves_during_backward, False, size=2) == [False, False]
+    assert pool.run(has_exchange_during_backward, True, size=2) == [True, True]
+    assert pool.run(has_exchange_during_backward, False, size=2) == [False, False]
 
 
-def leaves_during_backward(world: World, overlap: bool) -> bool:
+def has_exchange_during_backward(world: World, overlap: bool) -> bool:
     """Return whether a bucket's exchange begins while backward waits in the first layer."""
     left = threading.Event()
     seen = []
@@ -274,13 +274,13 @@ def leaves_during_backward(world: World, overlap: bool) -> bool:
         def forward(self, x: Tensor) -> Tensor:
             return self.rest(Gate.apply(self.first(x)))
 
-    def leaving(queue: BucketQueue, vector: Tensor) -> int:
+    def note_exchange(queue: BucketQueue, vector: Tensor) -> int:
         left.set()
         return play(queue, vector)
 
     world_ready = False
     play = BucketQueue._reduce_vector  # type: ignore[method-assign]
-    BucketQueue._reduce_vector = leaving
+    BucketQueue._reduce_vector = note_exchange
     try:
         trainer = Trainer.build_for_job(
             world,
@@ -302,7 +302,7 @@ def leaves_during_backward(world: World, overlap: bool) -> bool:
 
 def test_non_finite_loss_names_rank_step_and_tensor(pool: Launcher, tmp_path: Path) -> None:
     with pytest.raises(pg.RankFailed) as caught:
-        trained(pool, tmp_path, make_job("breaks", Breaks, VECTORS), "data(2, reduce=ring)")
+        train_job(pool, tmp_path, make_job("breaks", Breaks, VECTORS), "data(2, reduce=ring)")
     error = caught.value
     assert error.step == 3
     assert error.tensor == "output of middle"
@@ -325,7 +325,7 @@ def test_spans_of_a_failed_step_are_recorded(pool: Launcher, tmp_path: Path) -> 
     They were written together with the line of the step, and a failed step has no line.
     """
     with pytest.raises(pg.RankFailed) as caught:
-        trained(pool, tmp_path, make_job("breaks", Breaks, VECTORS), "data(2, reduce=ring)")
+        train_job(pool, tmp_path, make_job("breaks", Breaks, VECTORS), "data(2, reduce=ring)")
     spans = Record(tmp_path).select_lines("span", caught.value.rank)  # type: ignore[arg-type]
     assert {span["name"] for span in spans if span["step"] == 2} >= {
         "load",
@@ -346,7 +346,7 @@ def test_non_finite_sample_is_reported_as_input(pool: Launcher, tmp_path: Path) 
     inputs[7, 3] = float("nan")
     job = JOBS["mlp"].replace(train=TensorDataset(inputs, VECTORS.tensors[1]))
     with pytest.raises(pg.RankFailed) as caught:
-        trained(pool, tmp_path, job, "data(3, reduce=tree)")
+        train_job(pool, tmp_path, job, "data(3, reduce=tree)")
     assert caught.value.tensor == "inputs"
 
 
@@ -370,7 +370,7 @@ def test_non_finite_weight_is_refused(strategy: str, pool: Launcher, tmp_path: P
     """Earlier, under serial, gradients divided by an infinite weight were 0, without a message."""
     made = JOBS["mlp"].replace(loss=WeightRunsOut(), epochs=30)
     with pytest.raises(pg.RankFailed, match=r"the (weight of the )?loss is not finite"):
-        trained(pool, tmp_path, made, strategy, skip_first_step_check=True)
+        train_job(pool, tmp_path, made, strategy, skip_first_step_check=True)
 
 
 class Forgets(nn.Module):
@@ -389,7 +389,9 @@ class Forgets(nn.Module):
 
 def test_parameter_that_becomes_unused_is_named(pool: Launcher, tmp_path: Path) -> None:
     with pytest.raises(pg.RankFailed) as caught:
-        trained(pool, tmp_path, make_job("forgets", Forgets, VECTORS), "data(2, reduce=butterfly)")
+        train_job(
+            pool, tmp_path, make_job("forgets", Forgets, VECTORS), "data(2, reduce=butterfly)"
+        )
     assert caught.value.step == 1
     assert caught.value.tensor == "side.weight, side.bias"
 
@@ -399,7 +401,7 @@ def test_batch_without_counted_targets_is_refused_in_training(
 ) -> None:
     nothing = TensorDataset(VECTORS.tensors[0], torch.full((29,), -100))
     with pytest.raises(pg.RankFailed, match="its weight is 0"):
-        trained(pool, tmp_path, JOBS["mlp"].replace(train=nothing), "data(2)")
+        train_job(pool, tmp_path, JOBS["mlp"].replace(train=nothing), "data(2)")
 
 
 def test_ignored_targets_have_no_weight_on_any_rank(pool: Launcher, tmp_path: Path) -> None:
@@ -416,7 +418,7 @@ def test_ignored_targets_have_no_weight_on_any_rank(pool: Launcher, tmp_path: Pa
         job = make_job(
             "ignoring", lambda: nn.Linear(10, 4), TensorDataset(VECTORS.tensors[0], targets)
         )
-        losses[text] = trained(pool, folder, job.replace(dtype=torch.float64), text).losses
+        losses[text] = train_job(pool, folder, job.replace(dtype=torch.float64), text).losses
     assert losses["serial"] == pytest.approx(losses["data(4, reduce=ring)"], rel=1e-12)
 
 
@@ -464,7 +466,7 @@ def test_recorded_learning_rate_is_the_used_one(pool: Launcher, tmp_path: Path) 
 
     So the record was one step ahead of the training.
     """
-    finished = trained(pool, tmp_path, JOBS["mlp, adam, clipped, scheduled"], "data(2)")
+    finished = train_job(pool, tmp_path, JOBS["mlp, adam, clipped, scheduled"], "data(2)")
     assert [line["lr"] for line in finished.select_lines("step")] == pytest.approx(
         [1e-2, 1e-2, 5e-3, 5e-3, 2.5e-3, 2.5e-3]
     )
@@ -476,7 +478,7 @@ def test_messages_of_every_micro_batch_are_counted(pool: Launcher, tmp_path: Pat
     So the batch norm messages of the earlier micro-batches were lost.
     """
     once, twice = (
-        trained(
+        train_job(
             pool, tmp_path / str(micro), JOBS["cnn with batch norm"], f"data(2, micro={micro})"
         ).select_lines("step")[0]["sent"]
         for micro in (1, 2)
@@ -500,9 +502,9 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32(pool: Launcher, name: s
     eps of bfloat16.
     """
     job = JOBS[name].replace(dtype=torch.bfloat16)
-    (exact,) = pool.run(one_step, JOBS[name].replace(dtype=torch.float64), "serial", size=1)
-    (serial,) = pool.run(one_step, job, "serial", size=1)
-    for ours in pool.run(one_step, job, "data(3, reduce=ring)", size=3):
+    (exact,) = pool.run(run_one_step, JOBS[name].replace(dtype=torch.float64), "serial", size=1)
+    (serial,) = pool.run(run_one_step, job, "serial", size=1)
+    for ours in pool.run(run_one_step, job, "data(3, reduce=ring)", size=3):
         assert {value.dtype for value in ours.values() if value.is_floating_point()} == {
             torch.float32
         }
@@ -530,12 +532,12 @@ def test_layer_without_bfloat16_is_refused_at_start(
 
 
 def test_complete_training_in_bfloat16(pool: Launcher, tmp_path: Path) -> None:
-    finished = trained(pool, tmp_path, DIGITS.replace(dtype=torch.bfloat16), "data(2)")
+    finished = train_job(pool, tmp_path, DIGITS.replace(dtype=torch.bfloat16), "data(2)")
     assert finished.header["job"]["dtype"] == "bfloat16"
     assert finished.test > 85  # type: ignore[operator]
 
 
-def one_step(world: World, job: pg.Job, text: str) -> dict[str, Tensor]:
+def run_one_step(world: World, job: pg.Job, text: str) -> dict[str, Tensor]:
     trainer = Trainer.build_for_job(world, job, resolve_text(text))
     trainer.step(*separate_target(next(trainer.batches(job.train, job.batch, epoch=0))))
     trainer.close()
@@ -546,7 +548,7 @@ def test_until_stops_every_rank_after_the_epoch_that_meets_it(
     pool: Launcher, tmp_path: Path
 ) -> None:
     job = pg.job("digits")
-    whole = trained(pool, tmp_path / "whole", job.replace(epochs=6), "data(2)")
+    whole = train_job(pool, tmp_path / "whole", job.replace(epochs=6), "data(2)")
     tests = [line["test"]["value"] for line in whole.select_lines("epoch")]
     goal = next(place for place, value in enumerate(tests) if value >= 90)
     told: list[dict[str, float]] = []
@@ -565,7 +567,7 @@ def test_until_stops_every_rank_after_the_epoch_that_meets_it(
     falling = job.replace(epochs=6, metric=None)
     losses = [
         line["test"]["value"]
-        for line in trained(
+        for line in train_job(
             pool, tmp_path / "falling", falling, "serial", until="loss=0.5"
         ).select_lines("epoch")
     ]
@@ -574,7 +576,7 @@ def test_until_stops_every_rank_after_the_epoch_that_meets_it(
 
 def test_run_prints_its_summary(pool: Launcher, tmp_path: Path) -> None:
     """Earlier, print(run) printed <paragrad.trainer.Run object at 0x...>."""
-    finished = trained(pool, tmp_path / "run", DIGITS.replace(epochs=1), "data(2)")
+    finished = train_job(pool, tmp_path / "run", DIGITS.replace(epochs=1), "data(2)")
     assert str(finished) == repr(finished)
     assert re.fullmatch(
         rf"Run of digits under data\(2\): finished, 23 steps, last loss \d\.\d{{4}}, test accuracy "
@@ -595,7 +597,7 @@ def test_run_prints_its_summary(pool: Launcher, tmp_path: Path) -> None:
 def test_event_files_equal_the_record(pool: Launcher, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    finished = trained(pool, tmp_path, DIGITS, "data(2)", tensorboard=True)
+    finished = train_job(pool, tmp_path, DIGITS, "data(2)", tensorboard=True)
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [each.value for each in events.Scalars("loss")] == pytest.approx(
         finished.losses, rel=1e-5
@@ -607,7 +609,7 @@ def test_event_files_equal_the_record(pool: Launcher, tmp_path: Path) -> None:
 
 def test_saved_model_loads_without_paragrad(pool: Launcher, tmp_path: Path) -> None:
     """As the README shows it: a plain module of the same shape, and safetensors."""
-    finished = trained(pool, tmp_path, DIGITS, "data(2)")
+    finished = train_job(pool, tmp_path, DIGITS, "data(2)")
     code = (
         "import sys, torch; from safetensors.torch import load_file; from torch import nn\nmodel "
         "= nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, "

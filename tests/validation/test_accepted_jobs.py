@@ -26,7 +26,7 @@ CUT = ("data(2)", "data(2, reduce=ring)", "data(2, state=shared_memory)", "data(
 WHOLE = CUT[:3]
 
 
-def same(tmp_path: Path, checked: pg.Job, *strategies: str) -> None:
+def assert_same_training(tmp_path: Path, checked: pg.Job, *strategies: str) -> None:
     """Assert that the job trains as serial under each strategy, to 1e-10 in float64.
 
     It also trains in its own type.
@@ -69,11 +69,11 @@ def test_complex_first_parameter(strategy: str, tmp_path: Path) -> None:
     outputs but got torch.complex64". Also, shared memory required a fused update, which does not
     support complex numbers.
     """
-    same(tmp_path, make_job("complex", Waves, VECTORS), strategy)
+    assert_same_training(tmp_path, make_job("complex", Waves, VECTORS), strategy)
 
 
 def test_complex_parameters_clipped_with_adam(tmp_path: Path) -> None:
-    same(
+    assert_same_training(
         tmp_path,
         make_job(
             "complex, clipped",
@@ -101,10 +101,10 @@ class ComplexInputs(Dataset):
 
 
 def test_complex_inputs_take_the_precision_of_the_job(tmp_path: Path) -> None:
-    def model() -> nn.Module:
+    def make_model() -> nn.Module:
         return nn.Sequential(nn.Linear(10, 4, dtype=torch.complex64), Modulus())
 
-    same(tmp_path, make_job("complex inputs", model, ComplexInputs()), *CUT)
+    assert_same_training(tmp_path, make_job("complex inputs", make_model, ComplexInputs()), *CUT)
 
 
 class Modulus(nn.Module):
@@ -125,7 +125,9 @@ class Halved(nn.Module):
         return self.out(hidden.to(self.out.weight.dtype)) + x[:, :4].to(self.out.weight.dtype)
 
 
-def own_loop(world: World, model: Any, strategy: str) -> tuple[dict[str, Tensor], torch.dtype]:
+def train_in_own_loop(
+    world: World, model: Any, strategy: str
+) -> tuple[dict[str, Tensor], torch.dtype]:
     """Make three steps in a loop of the user.
 
     Returns the parameters, and the type of the model's inputs.
@@ -157,8 +159,8 @@ def test_input_types_in_a_user_loop(model: Any, dtype: torch.dtype, pool: Launch
     turned all inputs into bfloat16, also for the part of the model in float32.
     """
     for strategy in ("data(2, reduce=ring)", "data(2, reduce=native)", "data(2, reduce=tree)"):
-        (ours, seen), (theirs, _) = pool.run(own_loop, model, strategy, size=2)
-        alone, _ = pool.run(own_loop, model, "data(1)", size=1)[0]
+        (ours, seen), (theirs, _) = pool.run(train_in_own_loop, model, strategy, size=2)
+        alone, _ = pool.run(train_in_own_loop, model, "data(1)", size=1)[0]
         assert seen == dtype
         for name, value in ours.items():
             assert torch.equal(value, theirs[name])
@@ -168,13 +170,13 @@ def test_input_types_in_a_user_loop(model: Any, dtype: torch.dtype, pool: Launch
             assert float((value - alone[name]).abs().max()) <= near * float(alone[name].abs().max())
 
 
-def sparse(samples: list[Any]) -> object:
+def collate_sparse(samples: list[Any]) -> object:
     return torch.stack([x for x, _ in samples]).to_sparse(), torch.stack(
         [target for _, target in samples]
     )
 
 
-class OfSparse(nn.Module):
+class SparseInputModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(10, 4))
@@ -189,8 +191,8 @@ def test_sparse_inputs(tmp_path: Path) -> None:
     Earlier, the tensors that a forward keeps for its backward were measured by their storage:
     "Cannot access data pointer of Tensor that doesn't have storage".
     """
-    checked = make_job("sparse inputs", OfSparse, VECTORS, collate=sparse)
-    same(tmp_path, checked, *WHOLE)
+    checked = make_job("sparse inputs", SparseInputModel, VECTORS, collate=collate_sparse)
+    assert_same_training(tmp_path, checked, *WHOLE)
     with pytest.raises(
         pg.Refused,
         match="a sparse tensor cannot be cut into micro-batches; let the model make it sparse",
@@ -212,7 +214,7 @@ class Forces(nn.Module):
         return -slope[:, :4]
 
 
-def force_error(output: Tensor, target: Tensor) -> Tensor:
+def compute_force_error(output: Tensor, target: Tensor) -> Tensor:
     return functional.mse_loss(output, functional.one_hot(target, 4).to(output.dtype))
 
 
@@ -227,12 +229,14 @@ def test_autograd_inside_of_the_forward(metric: Any, tmp_path: Path) -> None:
     Earlier, validation and evaluation ran under no_grad: "element 0 of tensors does not require
     grad and does not have a grad_fn".
     """
-    checked = make_job("forces", Forces, VECTORS, loss=force_error, test=VECTORS, metric=metric)
-    same(tmp_path, checked, *CUT)
+    checked = make_job(
+        "forces", Forces, VECTORS, loss=compute_force_error, test=VECTORS, metric=metric
+    )
+    assert_same_training(tmp_path, checked, *CUT)
     run = pg.train(checked, "data(2)", runs=tmp_path)
     model = run.model()
     assert run.test == pytest.approx(
-        float(force_error(model(VECTORS.tensors[0].clone()), VECTORS.tensors[1]).detach())
+        float(compute_force_error(model(VECTORS.tensors[0].clone()), VECTORS.tensors[1]).detach())
         if metric is None
         else near(model(VECTORS.tensors[0].clone()), VECTORS.tensors[1])[0] / 29,
         rel=1e-5,
@@ -259,7 +263,7 @@ def test_gradients_by_torch_func(tmp_path: Path) -> None:
     Earlier, hooks watched the tensors that a forward keeps for its backward. torch.func does not
     allow such hooks: "don't yet support saved tensor hooks".
     """
-    same(tmp_path, make_job("functional forces", FunctionalForces, VECTORS), *CUT)
+    assert_same_training(tmp_path, make_job("functional forces", FunctionalForces, VECTORS), *CUT)
 
 
 class Points(Dataset):
@@ -281,7 +285,7 @@ class Solution(nn.Module):
         return self.net(x.requires_grad_())
 
 
-def residual(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+def compute_residual(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
     """Return the residual of u' = -u; it differentiates the output by an entry of the batch."""
     (slope,) = torch.autograd.grad(output.sum(), batch["x"], create_graph=True)
     return (slope + output).pow(2).mean()
@@ -293,7 +297,11 @@ def test_loss_that_differentiates_by_its_batch(tmp_path: Path) -> None:
     Earlier, validation gave each of them its own copy, and micro-batches sliced the tensor twice:
     "One of the differentiated Tensors appears to not have been used in the graph".
     """
-    same(tmp_path, make_job("residual", Solution, Points(), loss=residual, test=Points()), *CUT)
+    assert_same_training(
+        tmp_path,
+        make_job("residual", Solution, Points(), loss=compute_residual, test=Points()),
+        *CUT,
+    )
 
 
 # ---- outputs ---------------------------------------------------------------------------------
@@ -318,7 +326,7 @@ class Heads(nn.Module):
         )
 
 
-def of_both(outputs: dict[str, Tensor], target: Tensor) -> tuple[Tensor, int]:
+def compute_loss_of_both(outputs: dict[str, Tensor], target: Tensor) -> tuple[Tensor, int]:
     losses = [
         functional.cross_entropy(outputs[name], target, reduction="sum")
         for name in ("out", "auxiliary")
@@ -332,14 +340,18 @@ def test_different_outputs_in_training(tmp_path: Path) -> None:
     Earlier, validation called the loss with the output of eval mode: "too many indices for
     tensor of dimension 2".
     """
-    checked = make_job("heads", Heads, VECTORS, loss=of_both, test=VECTORS, metric=pg.accuracy)
-    same(tmp_path, checked, "data(2)", "data(2, reduce=ring)", "data(2, state=shared_memory)")
+    checked = make_job(
+        "heads", Heads, VECTORS, loss=compute_loss_of_both, test=VECTORS, metric=pg.accuracy
+    )
+    assert_same_training(
+        tmp_path, checked, "data(2)", "data(2, reduce=ring)", "data(2, state=shared_memory)"
+    )
     with pytest.raises(pg.Refused, match=r"loss of a batch of test .give a metric.* raised"):
         pg.train(checked.replace(metric=None), runs=tmp_path)
     # validation does check this loss
     with pytest.raises(pg.Refused, match="bare sum over the batch"):
         pg.train(
-            checked.replace(loss=lambda outputs, target: of_both(outputs, target)[0]),
+            checked.replace(loss=lambda outputs, target: compute_loss_of_both(outputs, target)[0]),
             "data(2)",
             runs=tmp_path,
         )
@@ -383,7 +395,7 @@ class Sided(Dataset):
         return Sides(x, -2 * x.flip(0)), target
 
 
-class OfSides(nn.Module):
+class TwoSidedModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.left = nn.Linear(10, 4)
@@ -399,7 +411,7 @@ def test_named_tuple_is_one_argument(tmp_path: Path) -> None:
     Earlier, its fields became separate arguments: "takes 2 positional arguments but 3 were
     given".
     """
-    same(tmp_path, make_job("sides", OfSides, Sided()), *CUT)
+    assert_same_training(tmp_path, make_job("sides", TwoSidedModel, Sided()), *CUT)
 
 
 class Lines(Dataset):
@@ -415,7 +427,7 @@ class Lines(Dataset):
         return draw_numbers(self.length or 2 + index % 4, 10, seed=50 + index), index % 4
 
 
-def packed(samples: list[Any]) -> object:
+def collate_packed(samples: list[Any]) -> object:
     return (
         nn.utils.rnn.pack_sequence([line for line, _ in samples], enforce_sorted=False),
         torch.tensor([target for _, target in samples]),
@@ -440,9 +452,9 @@ def test_packed_sequences(tmp_path: Path) -> None:
     Earlier: "takes 2 positional arguments but 5 were given".
     """
     checked = make_job(
-        "packed", LastState, Lines(), collate=packed, test=Lines(), metric=pg.accuracy
+        "packed", LastState, Lines(), collate=collate_packed, test=Lines(), metric=pg.accuracy
     )
-    same(tmp_path, checked, *WHOLE)
+    assert_same_training(tmp_path, checked, *WHOLE)
     assert 0 <= pg.train(checked, "data(2)", runs=tmp_path).test <= 100  # type: ignore[operator]
     with pytest.raises(
         pg.Refused,
@@ -451,14 +463,14 @@ def test_packed_sequences(tmp_path: Path) -> None:
         pg.train(checked, "data(2, micro=2)", runs=tmp_path)
 
 
-def nested(samples: list[Any]) -> object:
+def collate_nested(samples: list[Any]) -> object:
     return (
         torch.nested.nested_tensor([line for line, _ in samples], layout=torch.jagged),
         torch.tensor([target for _, target in samples]),
     )
 
 
-class OfNested(nn.Module):
+class NestedInputModel(nn.Module):
     """A model that averages the outputs over each line."""
 
     def __init__(self) -> None:
@@ -475,8 +487,8 @@ def test_nested_tensors(tmp_path: Path) -> None:
     Earlier, verify ended with "view(): cannot view shape", and micro-batches with "slice(): not
     supported for NestedTensor".
     """
-    checked = make_job("nested", OfNested, Lines(), collate=nested)
-    same(tmp_path, checked, *WHOLE)
+    checked = make_job("nested", NestedInputModel, Lines(), collate=collate_nested)
+    assert_same_training(tmp_path, checked, *WHOLE)
     for strategy in ("data(2, micro=2)", "serial(micro=3)"):
         with pytest.raises(
             pg.Refused,
@@ -485,7 +497,7 @@ def test_nested_tensors(tmp_path: Path) -> None:
             pg.train(checked, strategy, runs=tmp_path)
 
 
-def time_first(samples: list[Any]) -> object:
+def collate_time_first(samples: list[Any]) -> object:
     return torch.stack([line for line, _ in samples], dim=1), torch.tensor(
         [target for _, target in samples]
     )
@@ -502,9 +514,9 @@ def test_time_first_input(length: int, tmp_path: Path) -> None:
     the time, without any message. This is refused too.
     """
     checked = make_job(
-        "time first", LastState, Lines(length), collate=time_first, test=Lines(length)
+        "time first", LastState, Lines(length), collate=collate_time_first, test=Lines(length)
     )
-    same(tmp_path, checked, *WHOLE)
+    assert_same_training(tmp_path, checked, *WHOLE)
     for strategy in ("data(2, micro=2)", "serial(micro=3)"):
         with pytest.raises(
             pg.Refused,
@@ -539,11 +551,12 @@ def test_iterable_dataset_is_refused_with_a_repair(tmp_path: Path) -> None:
             next(trainer.batches(Stream(), batch=12, epoch=0))
         with pytest.raises(pg.Refused, match="the dataset gives samples one after"):
             trainer.evaluate(Stream())
-    same(tmp_path, plain.replace(train=list(Stream())), "data(2)")  # the repair in the message
+    # the repair in the message
+    assert_same_training(tmp_path, plain.replace(train=list(Stream())), "data(2)")
 
 
 # ---- lazy modules ----------------------------------------------------------------------------
-def lazy() -> nn.Module:
+def make_lazy_model() -> nn.Module:
     return nn.Sequential(nn.LazyLinear(6), nn.LazyBatchNorm1d(), nn.Tanh(), nn.LazyLinear(4))
 
 
@@ -553,12 +566,12 @@ def test_lazy_modules(tmp_path: Path) -> None:
     Earlier, optimizer and exchange were built with parameters that had no shape yet: "Attempted
     to use an uninitialized parameter".
     """
-    checked = make_job("lazy", lazy, VECTORS, seed=8)
-    same(tmp_path, checked, *WHOLE)
+    checked = make_job("lazy", make_lazy_model, VECTORS, seed=8)
+    assert_same_training(tmp_path, checked, *WHOLE)
     run = pg.train(checked.replace(epochs=0), "data(2)", runs=tmp_path)
     # every rank builds its model with this seed
     torch.manual_seed(8)
-    expected = lazy().eval()
+    expected = make_lazy_model().eval()
     expected(VECTORS.tensors[0][:2])
     for name, value in run.model().state_dict().items():
         assert torch.equal(value, expected.state_dict()[name])
@@ -566,7 +579,7 @@ def test_lazy_modules(tmp_path: Path) -> None:
 
 
 def test_lazy_modules_in_a_user_loop() -> None:
-    model = lazy()
+    model = make_lazy_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
         pytest.raises(
@@ -590,23 +603,25 @@ class Penalised(nn.Module):
         return self.net(x), sum(parameter.pow(2).sum() for parameter in self.parameters())
 
 
-def penalised(outputs: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+def compute_penalised_loss(outputs: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
     return functional.cross_entropy(outputs[0], target) + 0.01 * outputs[1]
 
 
 def test_weight_penalty_returned_by_the_model(tmp_path: Path) -> None:
-    same(tmp_path, make_job("penalised", Penalised, VECTORS, loss=penalised), *CUT)
+    assert_same_training(
+        tmp_path, make_job("penalised", Penalised, VECTORS, loss=compute_penalised_loss), *CUT
+    )
 
 
 HELD: list[nn.Module] = []
 
 
-def holding() -> nn.Module:
+def make_held_model() -> nn.Module:
     HELD[:] = [nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 4))]
     return HELD[0]
 
 
-def of_held(output: Tensor, target: Tensor) -> Tensor:
+def compute_loss_of_held(output: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(output, target) + 0.01 * sum(
         each.pow(2).sum() for each in HELD[0].parameters()
     )
@@ -617,8 +632,8 @@ def test_loss_that_refers_to_the_model_trains_unverified(tmp_path: Path) -> None
 
     Earlier, verify therefore answered "NO" for an equal training. Now it refuses such a loss.
     """
-    checked = make_job("held", holding, VECTORS, loss=of_held)
-    other = make_job("held", Penalised, VECTORS, loss=penalised)
+    checked = make_job("held", make_held_model, VECTORS, loss=compute_loss_of_held)
+    other = make_job("held", Penalised, VECTORS, loss=compute_penalised_loss)
     expected = pg.train(other, "serial", runs=tmp_path).losses
     for strategy in ("serial", *CUT):
         assert pg.train(checked, strategy, runs=tmp_path).losses == pytest.approx(
@@ -646,7 +661,7 @@ def test_model_that_is_built_once(tmp_path: Path) -> None:
         pg.verify(checked, "data(2)", runs=tmp_path)
 
 
-class HoldsANet(nn.Module):
+class LossWithNet(nn.Module):
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
         self.net = net
@@ -668,10 +683,10 @@ def test_loss_with_parameters(tmp_path: Path) -> None:
         pg.Refused, match=r"the loss holds parameters.*such as \(output, penalty\), or freeze"
     ):
         pg.train(
-            make_job("loss of a net", lambda: net, VECTORS, loss=HoldsANet(net)), runs=tmp_path
+            make_job("loss of a net", lambda: net, VECTORS, loss=LossWithNet(net)), runs=tmp_path
         )
-    frozen = HoldsANet(nn.Linear(10, 4).requires_grad_(False))
-    same(
+    frozen = LossWithNet(nn.Linear(10, 4).requires_grad_(False))
+    assert_same_training(
         tmp_path,
         make_job("loss of a frozen net", lambda: nn.Linear(10, 4), VECTORS, loss=frozen),
         "data(2, micro=2)",

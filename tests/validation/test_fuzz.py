@@ -56,14 +56,14 @@ HERE = Path(__file__).parents[1] / "helpers" / "job_files"
 
 
 @contextlib.contextmanager
-def in_time() -> Iterator[None]:
+def limit_time() -> Iterator[None]:
     """Raise TimeoutError in a case that takes longer than BOUND seconds."""
 
-    def late(*_: object) -> None:
+    def raise_timeout(*_: object) -> None:
         raise TimeoutError(f"not done within {BOUND} s")
 
     begun = time.monotonic()
-    before = signal.signal(signal.SIGALRM, late)
+    before = signal.signal(signal.SIGALRM, raise_timeout)
     left = signal.setitimer(signal.ITIMER_REAL, BOUND)
     try:
         with warnings.catch_warnings():
@@ -79,7 +79,7 @@ def in_time() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def cases(count: int) -> Any:
+def configure_cases(count: int) -> Any:
     return settings(
         max_examples=count,
         deadline=None,
@@ -148,7 +148,7 @@ ODD = [
 
 
 @some.composite
-def mutated(draw: Any, text: str) -> str:
+def mutate_text(draw: Any, text: str) -> str:
     """Draw a text in which parts are removed, inserted or doubled, in one or two places."""
     for _ in range(draw(some.integers(1, 2))):
         first = draw(some.integers(0, len(text)))
@@ -181,7 +181,7 @@ COMMANDS = [
 
 
 @some.composite
-def commands(draw: Any) -> list[str]:
+def draw_command(draw: Any) -> list[str]:
     """Draw a command with a strategy that is wrong in one or two places."""
     text = draw(some.sampled_from(TEXTS))
     words = [word.replace("{}", text) for word in draw(some.sampled_from(COMMANDS)).split()]
@@ -189,7 +189,7 @@ def commands(draw: Any) -> list[str]:
         place = draw(some.integers(0, len(words) - 1))
         how = draw(some.sampled_from(("mutate", "odd", "drop", "double")))
         words[place : place + 1] = {
-            "mutate": lambda place=place: [draw(mutated(words[place]))],
+            "mutate": lambda place=place: [draw(mutate_text(words[place]))],
             "odd": lambda: [draw(some.sampled_from(ODD))],
             "drop": list,
             "double": lambda place=place: [words[place]] * 2,
@@ -199,7 +199,7 @@ def commands(draw: Any) -> list[str]:
     return words
 
 
-def answered(words: list[str], code: int, output: str) -> None:
+def assert_clear_answer(words: list[str], code: int, output: str) -> None:
     """Assert that a command succeeded, or was refused or failed with a message."""
     assert code in (0, 1, 2), (words, code, output)
     assert "Traceback" not in output, (words, output)
@@ -214,21 +214,21 @@ def answered(words: list[str], code: int, output: str) -> None:
 def test_random_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
-    @cases(800)
-    @given(commands())
-    def one(words: list[str]) -> None:
+    @configure_cases(800)
+    @given(draw_command())
+    def run_command(words: list[str]) -> None:
         words = [word.replace("{folder}", str(tmp_path)) for word in words]
         if words[0] == "train" and "--dry-run" not in words:  # otherwise it would train
             words.append("--dry-run")
-        with in_time():
+        with limit_time():
             result = CliRunner().invoke(app, words)
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise AssertionError(
                 f"{shlex.join(words)} raised {result.exception!r}"
             ) from result.exception
-        answered(words, result.exit_code, result.output)
+        assert_clear_answer(words, result.exit_code, result.output)
 
-    one()
+    run_command()
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_random_commands_as_typed(seed: int, tmp_path: Path) -> None:
             check=False,
             cwd=tmp_path,
         )
-        answered(words, ran.returncode, ran.stdout + ran.stderr)
+        assert_clear_answer(words, ran.returncode, ran.stdout + ran.stderr)
 
 
 # ---- jobs ------------------------------------------------------------------------------------
@@ -337,7 +337,7 @@ FIELDS = (
 def test_random_jobs() -> None:
     base = make_job("fuzzed", make_mlp, VECTORS, test=VECTORS, metric=pg.accuracy)
 
-    @cases(600)
+    @configure_cases(600)
     @given(
         some.lists(
             some.tuples(some.sampled_from(FIELDS), some.integers(0, len(VALUES) - 1)),
@@ -346,17 +346,17 @@ def test_random_jobs() -> None:
         ),
         some.sampled_from(["serial", "data(2)", "data(3, reduce=ring)", "data(2, micro=2)"]),
     )
-    def one(changes: list[tuple[str, int]], chosen: str) -> None:
-        with in_time(), contextlib.suppress(pg.Refused):
+    def validate_changed_job(changes: list[tuple[str, int]], chosen: str) -> None:
+        with limit_time(), contextlib.suppress(pg.Refused):
             validate_run(base.replace(**{name: VALUES[place] for name, place in changes}), chosen)
 
-    one()
+    validate_changed_job()
 
 
 def test_random_settings() -> None:
     names = [*vars(Settings()), "loader", "Save"]
 
-    @cases(300)
+    @configure_cases(300)
     @given(
         some.lists(
             some.tuples(
@@ -367,13 +367,13 @@ def test_random_settings() -> None:
             max_size=2,
         )
     )
-    def one(changes: list[tuple[str, Any]]) -> None:
+    def validate_with_settings(changes: list[tuple[str, Any]]) -> None:
         from paragrad.trainer.settings import build_settings
 
-        with in_time(), contextlib.suppress(pg.Refused):
+        with limit_time(), contextlib.suppress(pg.Refused):
             validate_run(JOBS["mlp"], "data(2)", build_settings(dict(changes)))
 
-    one()
+    validate_with_settings()
 
 
 @pytest.mark.parametrize("name", ["data", "resume", "machine", "trace", "allow"])
@@ -388,7 +388,7 @@ def test_names_that_no_file_system_takes_are_refused(name: str) -> None:
 
 
 # ---- checkpoints and machine files -----------------------------------------------------------
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def list_paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Yield the path to every value in a JSON document."""
     for key, each in (
         value.items()
@@ -398,10 +398,10 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         else ()
     ):
         yield (*path, key)
-        yield from places(each, (*path, key))
+        yield from list_paths(each, (*path, key))
 
 
-def changed(value: Any, path: tuple[Any, ...], other: Any) -> None:
+def change_value(value: Any, path: tuple[Any, ...], other: Any) -> None:
     for key in path[:-1]:
         value = value[key]
     if other is DROPPED:
@@ -441,9 +441,9 @@ def test_random_checkpoint_edits(tmp_path: Path) -> None:
     trainer.close()
     (folder,) = (tmp_path / "whole").iterdir()
     state = json.loads((folder / "state.json").read_text())
-    where = list(places(state))
+    where = list(list_paths(state))
 
-    @cases(300)
+    @configure_cases(300)
     @given(
         some.lists(
             some.tuples(some.sampled_from(where), some.integers(0, len(OTHERS) - 1)),
@@ -455,15 +455,17 @@ def test_random_checkpoint_edits(tmp_path: Path) -> None:
         ),
         some.sampled_from(CHECKPOINT_FILES),
     )
-    def one(changes: list[tuple[tuple[Any, ...], int]], how: str, name: str) -> None:
-        with tempfile.TemporaryDirectory(dir=tmp_path) as parent, in_time():
+    def load_edited_checkpoint(
+        changes: list[tuple[tuple[Any, ...], int]], how: str, name: str
+    ) -> None:
+        with tempfile.TemporaryDirectory(dir=tmp_path) as parent, limit_time():
             copy = Path(parent) / folder.name
             shutil.copytree(folder, copy)
             edited = json.loads((copy / "state.json").read_text())
             for path, other in changes:
                 # the first change may have removed the place of the second
                 with contextlib.suppress(LookupError, TypeError):
-                    changed(edited, path, OTHERS[other])
+                    change_value(edited, path, OTHERS[other])
             (copy / "state.json").write_text(json.dumps(edited))
             if how == "cut":
                 (copy / name).write_bytes((copy / name).read_bytes()[:-9])
@@ -476,7 +478,7 @@ def test_random_checkpoint_edits(tmp_path: Path) -> None:
             with contextlib.suppress(pg.Refused):
                 resume_check.find_checkpoint(Path(parent), job, facts)
 
-    one()
+    load_edited_checkpoint()
 
 
 LINK = Link(alpha=1e-4, beta=1e-8, points=((1024, 1e-4), (1 << 20, 1e-2)))
@@ -495,9 +497,9 @@ def test_random_machine_files(tmp_path: Path) -> None:
         hosts=1,
     ).write_machine_file(path)
     whole = json.loads(path.read_text())
-    where = list(places(whole))
+    where = list(list_paths(whole))
 
-    @cases(200)
+    @configure_cases(200)
     @given(
         some.lists(
             some.tuples(some.sampled_from(where), some.integers(0, len(OTHERS) - 1)),
@@ -505,19 +507,19 @@ def test_random_machine_files(tmp_path: Path) -> None:
             max_size=2,
         )
     )
-    def one(changes: list[tuple[tuple[Any, ...], int]]) -> None:
+    def simulate_with_edited_file(changes: list[tuple[tuple[Any, ...], int]]) -> None:
         edited = json.loads(json.dumps(whole))
         for place, other in changes:
             with contextlib.suppress(LookupError, TypeError):
                 value = OTHERS[other]
                 # a copy, because a later change may modify it
-                changed(
+                change_value(
                     edited, place, copy.copy(value) if isinstance(value, list | dict) else value
                 )
         path.write_text(json.dumps(edited))
-        with in_time(), contextlib.suppress(pg.Refused):
+        with limit_time(), contextlib.suppress(pg.Refused):
             simulate_exchange(
                 strategy("data(4, reduce=ring)"), 1 << 20, read_machine_file(path, 2)[0]
             )
 
-    one()
+    simulate_with_edited_file()

@@ -31,7 +31,7 @@ ATTENTION = nn.MultiheadAttention(8, 2, dropout=0.1, batch_first=True)
 LSTM = nn.LSTM(8, 8, 2, dropout=0.5, batch_first=True)
 
 
-def first(value: object) -> Tensor:
+def take_first(value: object) -> Tensor:
     return value[0] if isinstance(value, tuple) else value  # type: ignore[return-value]
 
 
@@ -80,17 +80,17 @@ def test_share_of_the_batch_draws_its_part(name: str) -> None:
     assert draws.calls
     assert all(call.dim is not None for call in draws.calls)
 
-    def drawn(places: list[int], seed: int = 0, step: int = 3) -> Tensor:
+    def draw(places: list[int], seed: int = 0, step: int = 3) -> Tensor:
         with use_draw_source(KeyedDraws(draws, seed, step, places)):
-            return first(OWN[name](X[places])).detach()
+            return take_first(OWN[name](X[places])).detach()
 
-    whole = drawn(list(range(6)))
-    part = drawn([4, 1])
+    whole = draw(list(range(6)))
+    part = draw([4, 1])
     blocks = len(part) // 2
     expected = torch.cat([whole[place * blocks : (place + 1) * blocks] for place in (4, 1)])
     assert torch.allclose(part, expected, atol=1e-6)
-    assert not torch.equal(whole, drawn(list(range(6)), step=4))
-    assert not torch.equal(whole, drawn(list(range(6)), seed=1))
+    assert not torch.equal(whole, draw(list(range(6)), step=4))
+    assert not torch.equal(whole, draw(list(range(6)), seed=1))
 
 
 def test_draw_without_a_sample_dimension_is_equal_on_all_ranks() -> None:
@@ -332,7 +332,7 @@ def test_activation_checkpointing_draws_the_same_mask(reentrant: bool, by_name: 
 def test_job_with_checkpointing_equals_the_job_without() -> None:
     job = JOBS["dropout, recomputed"].replace(dtype=torch.float64)
 
-    def gradient(use: bool) -> torch.Tensor:
+    def compute_gradient(use: bool) -> torch.Tensor:
         trainer = Trainer.build_for_job(World(), job, Serial(threads=1))
         original = torch.utils.checkpoint.checkpoint
         if not use:
@@ -343,7 +343,7 @@ def test_job_with_checkpointing_equals_the_job_without() -> None:
             equality_table.checkpoint = original
         return trainer.gradients()["first.weight"]  # type: ignore[return-value]
 
-    assert torch.equal(gradient(True), gradient(False))
+    assert torch.equal(compute_gradient(True), compute_gradient(False))
 
 
 def test_draw_sources_may_end_in_any_order() -> None:

@@ -71,20 +71,20 @@ class Normed(nn.Module):
         )
 
 
-def state(model: nn.Module) -> dict[str, Tensor]:
+def collect_state(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def comes_over(world: World, job: Job) -> tuple[str, str]:
+def compare_shared_model(world: World, job: Job) -> tuple[str, str]:
     """Compare the shared model with one that this rank builds; return the choice and its reason."""
     begun = shared_initialization.build_shared_model(world, job.build_model)
     after = fingerprint_generators()
     wanted = job.build_model()
     model = begun.model
     assert after == fingerprint_generators()
-    assert list(state(model)) == list(state(wanted))
-    for name, tensor in state(wanted).items():
-        ours = state(model)[name]
+    assert list(collect_state(model)) == list(collect_state(wanted))
+    for name, tensor in collect_state(wanted).items():
+        ours = collect_state(model)[name]
         assert torch.equal(ours, tensor), name
         assert (ours.stride(), ours.requires_grad, ours.dtype) == (
             tensor.stride(),
@@ -111,17 +111,21 @@ def check_everything(model: Everything, wanted: Everything) -> None:
 
 
 def test_whole_model_is_received(pool: Launcher) -> None:
-    for picked, _ in pool.run(comes_over, make_job("everything", Everything, VECTORS), size=3):
+    for picked, _ in pool.run(
+        compare_shared_model, make_job("everything", Everything, VECTORS), size=3
+    ):
         assert picked == "built once on each host"
 
 
 def test_unpicklable_model_is_built_on_every_rank(pool: Launcher) -> None:
-    for picked, because in pool.run(comes_over, make_job("normed", Normed, VECTORS), size=3):
+    for picked, because in pool.run(
+        compare_shared_model, make_job("normed", Normed, VECTORS), size=3
+    ):
         assert picked == "built by every rank"
         assert "parametrized modules is only supported through state_dict()" in because
 
 
-def cannot_open(world: World) -> tuple[str, str, list[bool]]:
+def build_without_shared_memory(world: World) -> tuple[str, str, list[bool]]:
     """Build a model and load a checkpoint, if no process may open the memory of another.
 
     Return the choice, its reason, and for each load whether this rank read the values.
@@ -136,7 +140,7 @@ def cannot_open(world: World) -> tuple[str, str, list[bool]]:
 
 
 def test_every_rank_has_a_copy_without_shared_memory(pool: Launcher) -> None:
-    first, *others = pool.run(cannot_open, size=3)
+    first, *others = pool.run(build_without_shared_memory, size=3)
     assert first[2] == [True]
     for picked, because, loads in others:
         assert picked == "built by every rank"
@@ -144,16 +148,16 @@ def test_every_rank_has_a_copy_without_shared_memory(pool: Launcher) -> None:
         assert loads == [False, True]
 
 
-def raises() -> nn.Module:
+def fail_to_build() -> nn.Module:
     raise ValueError("no such model")
 
 
 def test_failing_model_construction_is_reported(pool: Launcher) -> None:
     with pytest.raises(pg.RankFailed, match="no such model"):
-        pool.run(comes_over, make_job("raises", raises, VECTORS), size=3)
+        pool.run(compare_shared_model, make_job("raises", fail_to_build, VECTORS), size=3)
 
 
-def kept_apart(world: World) -> bool:
+def has_private_values(world: World) -> bool:
     """Make the values of a copy of the modules private to it, and change them.
 
     Return whether the whole model keeps its values, and the copy its tied weight.
@@ -173,7 +177,7 @@ def kept_apart(world: World) -> bool:
 
 
 def test_shard_has_its_own_storage() -> None:
-    assert kept_apart(World())
+    assert has_private_values(World())
 
 
 # ---- memory ----------------------------------------------------------------------------------
@@ -185,11 +189,11 @@ WHOLE = LAYERS * SIZE * (SIZE + 1) * 4
 OF_MKL = 5 << 20
 
 
-def large(size: int) -> nn.Module:
+def make_large_model(size: int) -> nn.Module:
     return nn.Sequential(*(nn.Linear(size, size) for _ in range(LAYERS)))
 
 
-def proportional() -> int:
+def read_proportional_memory() -> int:
     """Return the bytes of memory of this process, with its part of shared memory.
 
     Files do not count. If other processes that use torch end, its libraries count for more in the
@@ -201,28 +205,28 @@ def proportional() -> int:
     return sum(1024 * int(lines[each].split()[0]) for each in ("Pss_Anon", "Pss_Shmem"))
 
 
-def taken(world: World, job: Job, text: str, unchecked: bool) -> list[int]:
+def measure_added_memory(world: World, job: Job, text: str, unchecked: bool) -> list[int]:
     """Return the additional bytes of a rank before the model is cut, and after the first step."""
 
-    def now() -> int:
+    def measure_memory() -> int:
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)  # free memory of the heap belongs to no model
         world.barrier()
-        found = proportional()
+        found = read_proportional_memory()
         world.barrier()
         return found
 
-    def cut(*arguments: Any, **more: Any) -> Any:
-        seen.append(now())
+    def measure_and_cut(*arguments: Any, **more: Any) -> Any:
+        seen.append(measure_memory())
         return divided(*arguments, **more)
 
     allocator.return_freed_memory()  # of earlier trainings
-    seen = [now()]
+    seen = [measure_memory()]
     divided = exchange_setup.build_model_partition
     trainer = Trainer.build_for_job(world, job, resolve_text(text), skip_first_step_check=unchecked)
-    with mock.patch.object(exchange_setup, "build_model_partition", cut):
+    with mock.patch.object(exchange_setup, "build_model_partition", measure_and_cut):
         trainer.step(*separate_target(next(trainer.batches(job.train, job.batch, 0))))
-    seen.append(now())
+    seen.append(measure_memory())
     trainer.close()
     return [each - seen[0] for each in seen[1:]]
 
@@ -234,22 +238,23 @@ def test_whole_model_is_on_a_host_once(pool: Launcher, unchecked: bool) -> None:
     So there were four models on four ranks, and more for the comparison with one worker's step.
     """
 
-    def found(size: int) -> Any:
+    def measure_ranks(size: int) -> Any:
         points = torch.utils.data.TensorDataset(torch.randn(8, size), torch.randint(4, (8,)))
         job = make_job(
             "large",
-            lambda: large(size),
+            lambda: make_large_model(size),
             points,
             batch=8,
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         )
         return zip(
-            *pool.run(taken, job, "place(4, cut=[4, 4, 4, 4])", unchecked, size=4), strict=True
+            *pool.run(measure_added_memory, job, "place(4, cut=[4, 4, 4, 4])", unchecked, size=4),
+            strict=True,
         )
 
     # the memory that a rank needs for its first training belongs to no model
-    found(8)
-    before, after = found(SIZE)
+    measure_ranks(8)
+    before, after = measure_ranks(SIZE)
     # on rank 0: the outcome of one worker's step, and of its rounding baseline
     assert sum(before) <= 1.15 * WHOLE + (0 if unchecked else 2 * WHOLE)
     assert max(before[1:]) <= 0.1 * WHOLE

@@ -36,13 +36,13 @@ State = dict[str, Tensor]
 plain = functools.partial(torch.optim.SGD, lr=0.1)
 
 
-def vectors(**changes: Any) -> pg.Job:
+def make_vectors_job(**changes: Any) -> pg.Job:
     return make_job("vectors", make_mlp, VECTORS).replace(
         **{"epochs": 3, "dtype": torch.float64, "optimizer": plain, **changes}
     )
 
 
-def ranks_of(
+def observe_ranks(
     pool: Launcher, made: pg.Job, text: str, steps: int, look: Callable[[Trainer], Any]
 ) -> list[list[Any]]:
     return pool.run(
@@ -50,23 +50,23 @@ def ranks_of(
     )
 
 
-def copied(tensors: Any) -> State:
+def copy_tensors(tensors: Any) -> State:
     return {name: each.detach().clone() for name, each in dict(tensors).items()}
 
 
-def everything(trainer: Trainer) -> State:
+def copy_all_state(trainer: Trainer) -> State:
     """Return all state of this rank, also the buffers of the loss."""
     loss = trainer.training.setup.module.state_owner
     beside = loss.named_buffers("the loss") if isinstance(loss, nn.Module) else ()
-    return copied([*trainer.model.state_dict().items(), *beside])
+    return copy_tensors([*trainer.model.state_dict().items(), *beside])
 
 
-def equal(one: State, other: State) -> bool:
+def is_equal(one: State, other: State) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 # ---- caches are not averaged -----------------------------------------------------------------
-def angles(first: int, last: int) -> Tensor:
+def compute_angle_cosines(first: int, last: int) -> Tensor:
     return torch.arange(first, last, dtype=torch.float64).cos()
 
 
@@ -81,10 +81,10 @@ class Computing(nn.Module):
         self.out = nn.Linear(10, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(x * self.of(10 + int(100 * x.abs().sum()) % 30).mean().to(x))
+        return self.out(x * self.get_table(10 + int(100 * x.abs().sum()) % 30).mean().to(x))
 
-    def of(self, length: int) -> Tensor:
-        return angles(0, length)
+    def get_table(self, length: int) -> Tensor:
+        return compute_angle_cosines(0, length)
 
 
 class Filling(Computing):
@@ -95,9 +95,9 @@ class Filling(Computing):
         self.register_buffer("kept", torch.zeros(40, dtype=torch.float64), persistent=False)
         self.filled = 0
 
-    def of(self, length: int) -> Tensor:
+    def get_table(self, length: int) -> Tensor:
         if length > self.filled:
-            self.kept[self.filled : length] = angles(self.filled, length)
+            self.kept[self.filled : length] = compute_angle_cosines(self.filled, length)
             self.filled = length
         return self.kept[:length]
 
@@ -107,11 +107,11 @@ class Growing(Computing):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("kept", angles(0, 1), persistent=False)
+        self.register_buffer("kept", compute_angle_cosines(0, 1), persistent=False)
 
-    def of(self, length: int) -> Tensor:
+    def get_table(self, length: int) -> Tensor:
         if length > len(self.kept):
-            self.register_buffer("kept", angles(0, length), persistent=False)
+            self.register_buffer("kept", compute_angle_cosines(0, length), persistent=False)
         return self.kept[:length]
 
 
@@ -127,13 +127,17 @@ def test_cache_outside_of_state_dict_is_per_replica(
     between ranks.
     """
     with_cache, without = (
-        ranks_of(
-            pool, vectors(model=each), text, 6, lambda trainer: copied(trainer.model.state_dict())
+        observe_ranks(
+            pool,
+            make_vectors_job(model=each),
+            text,
+            6,
+            lambda trainer: copy_tensors(trainer.model.state_dict()),
         )
         for each in (model, Computing)
     )
     assert all(
-        equal(one, other)
+        is_equal(one, other)
         for rank, others in zip(with_cache, without, strict=True)
         for one, other in zip(rank, others, strict=True)
     )
@@ -150,9 +154,12 @@ def test_clients_begin_with_the_cache_of_their_round(
     """
     text = "federated(2, clients=4, fraction=1.0, rounds=3)"
     with_cache, without = (
-        pg.train(vectors(model=each, batch=4), text, runs=tmp_path) for each in (model, Computing)
+        pg.train(make_vectors_job(model=each, batch=4), text, runs=tmp_path)
+        for each in (model, Computing)
     )
-    assert equal(copied(with_cache.model().state_dict()), copied(without.model().state_dict()))
+    assert is_equal(
+        copy_tensors(with_cache.model().state_dict()), copy_tensors(without.model().state_dict())
+    )
     assert not any(line["lost"] for line in Record(with_cache.folder).select_lines("epoch"))
 
 
@@ -197,8 +204,8 @@ class Centred(nn.Module):
         return loss
 
 
-def kept_and_centred(**changes: Any) -> pg.Job:
-    return vectors(
+def make_buffers_job(**changes: Any) -> pg.Job:
+    return make_vectors_job(
         model=Keeping, loss=Centred(), train=torch.utils.data.Subset(VECTORS, range(24)), **changes
     )
 
@@ -211,7 +218,7 @@ def test_averaged_replicas_agree_in_all_averaged_state(pool: Launcher, text: str
 
     Earlier, each replica kept its own. A test then added up the results of n different models.
     """
-    ranks = ranks_of(pool, kept_and_centred(), text, 4, everything)
+    ranks = observe_ranks(pool, make_buffers_job(), text, 4, copy_all_state)
     size = resolve_text(text).size
     names = ("count", "large", "queue", "the loss.center")
     for name in names:
@@ -222,49 +229,51 @@ def test_averaged_replicas_agree_in_all_averaged_state(pool: Launcher, text: str
             for step in (0, 2)
         ), name
     if "after" not in text:
-        alone = ranks_of(pool, kept_and_centred(), f"local({size}, every=end)", 2, everything)
+        alone = observe_ranks(
+            pool, make_buffers_job(), f"local({size}, every=end)", 2, copy_all_state
+        )
         for name in ("count", "large"):  # replicas have equal numbers of samples
             mean = sum(rank[1][name].double() for rank in alone) / size
             assert torch.equal(ranks[0][1][name], round_to_type(mean, ranks[0][1][name].dtype))
 
 
-def in_a_test(trainer: Trainer) -> State:
+def copy_evaluation_state(trainer: Trainer) -> State:
     with trainer.use_evaluation_weights():
-        return everything(trainer)
+        return copy_all_state(trainer)
 
 
 def test_evaluation_sees_one_model_and_one_loss(pool: Launcher) -> None:
     """In a test between averages, all ranks use one model; then each has its own state again."""
-    tested = ranks_of(pool, kept_and_centred(), "local(3, every=3)", 2, in_a_test)
-    assert all(equal(rank[1], tested[0][1]) for rank in tested)
-    undisturbed = ranks_of(pool, kept_and_centred(), "local(3, every=3)", 3, everything)
-    both = pool.run(on_the_way, kept_and_centred(), size=3)
-    assert all(equal(one, other[2]) for one, other in zip(both, undisturbed, strict=True))
+    tested = observe_ranks(pool, make_buffers_job(), "local(3, every=3)", 2, copy_evaluation_state)
+    assert all(is_equal(rank[1], tested[0][1]) for rank in tested)
+    undisturbed = observe_ranks(pool, make_buffers_job(), "local(3, every=3)", 3, copy_all_state)
+    both = pool.run(evaluate_each_step, make_buffers_job(), size=3)
+    assert all(is_equal(one, other[2]) for one, other in zip(both, undisturbed, strict=True))
 
 
-def on_the_way(world: World, made: pg.Job) -> State:
+def evaluate_each_step(world: World, made: pg.Job) -> State:
     found: list[State] = []
 
     def look(trainer: Trainer) -> None:
-        in_a_test(trainer)
-        found.append(everything(trainer))
+        copy_evaluation_state(trainer)
+        found.append(copy_all_state(trainer))
 
     observe_steps(world, made, resolve_text("local(3, every=3)"), 3, look)
     return found[-1]
 
 
-def own_loop(world: World) -> State:
+def train_in_user_loop(world: World) -> State:
     model = Keeping()
     loss = Centred()
     with pg.parallelize(model, loss, plain(model.parameters()), "local(2, every=5)") as trainer:
         for inputs, target in trainer.batches(VECTORS, 12, 0):
             trainer.step(inputs, target)
-    return copied([*model.state_dict().items(), *loss.named_buffers("the loss")])
+    return copy_tensors([*model.state_dict().items(), *loss.named_buffers("the loss")])
 
 
 def test_all_ranks_have_one_model_after_a_user_loop(pool: Launcher) -> None:
-    one, other = pool.run(own_loop, size=2)
-    assert equal(one, other)
+    one, other = pool.run(train_in_user_loop, size=2)
+    assert is_equal(one, other)
     assert one["count"] > 0
 
 
@@ -274,7 +283,7 @@ def test_integers_become_the_nearest_mean() -> None:
     assert round_to_type(torch.tensor([0.4]), torch.float64).dtype == torch.float64
 
 
-def normed_and_kept() -> nn.Module:
+def make_norm_model_with_buffers() -> nn.Module:
     return nn.Sequential(Keeping(), nn.BatchNorm1d(4), nn.Linear(4, 4))
 
 
@@ -287,7 +296,9 @@ def test_averaged_state_is_reported_once(tmp_path: Path, text: str) -> None:
     So the record tells the user once.
     """
     run = pg.train(
-        vectors(model=normed_and_kept, loss=Centred(), test=VECTORS), text, runs=tmp_path
+        make_vectors_job(model=make_norm_model_with_buffers, loss=Centred(), test=VECTORS),
+        text,
+        runs=tmp_path,
     )
     for rank in range(2):
         said = [
@@ -372,12 +383,12 @@ class Viewing(torch.optim.SGD):
             each.data.sub_(0.1 * self.state[each]["m"])
 
 
-def states_sent(world: World) -> tuple[int, int]:
+def measure_sent_states(world: World) -> tuple[int, int]:
     """Return the bytes of the storages of all sent state tensors, and those of the tensors."""
     sent: list[Tensor] = []
 
     @contextmanager
-    def heard() -> Iterator[None]:
+    def record_gathered_tensors() -> Iterator[None]:
         collected = World.gather_objects
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
@@ -392,12 +403,12 @@ def states_sent(world: World) -> tuple[int, int]:
 
     def look(trainer: Trainer) -> None:
         assert trainer.training.setup.exchange is not None
-        with heard():
+        with record_gathered_tensors():
             trainer.training.setup.exchange.gather_optimizer_state()
 
     observe_steps(
         world,
-        vectors(optimizer=functools.partial(Viewing, lr=0.1)),
+        make_vectors_job(optimizer=functools.partial(Viewing, lr=0.1)),
         resolve_text("local(2, every=2)"),
         1,
         look,
@@ -413,7 +424,7 @@ def test_state_is_sent_through_the_host_without_its_storage(
 
     The sum of two of them then failed.
     """
-    for stored, told in pool.run(states_sent, size=2):
+    for stored, told in pool.run(measure_sent_states, size=2):
         assert stored == told
 
 
@@ -458,7 +469,7 @@ class Adapting(torch.optim.SGD):
         return super().step(closure)
 
 
-def counted_at_the_end(world: World, text: str) -> tuple[float, list[float]]:
+def train_counting_optimizer(world: World, text: str) -> tuple[float, list[float]]:
     model = make_mlp()
     optimizer = Counting(model.parameters(), lr=0.1, momentum=0.9)
     with pg.parallelize(model, functional.cross_entropy, optimizer, text) as trainer:
@@ -476,7 +487,7 @@ def test_optimizer_attributes_outside_of_state_are_kept(text: str) -> None:
     This raised a KeyError after the last step of a loop. If the model was cut, the count was lost.
     """
     with Launcher(4) as four:
-        found = four.run(counted_at_the_end, text, size=resolve_text(text).size)
+        found = four.run(train_counting_optimizer, text, size=resolve_text(text).size)
     assert all(each == found[0] for each in found)
     assert found[0][0] == 3
 
@@ -484,7 +495,7 @@ def test_optimizer_attributes_outside_of_state_are_kept(text: str) -> None:
 @pytest.mark.parametrize("text", ["serial", "local(2, every=2)"])
 def test_state_that_cannot_be_saved_is_named(tmp_path: Path, text: str) -> None:
     """Earlier, the message was only: KeyError: 'k'."""
-    made = vectors(optimizer=functools.partial(Counting, lr=0.1))
+    made = make_vectors_job(optimizer=functools.partial(Counting, lr=0.1))
     with pytest.raises(
         pg.RankFailed,
         match=r"Counting keeps k beside the states.*in a parameter's state or in a group",
@@ -498,7 +509,7 @@ def test_different_optimizer_settings_are_reported(tmp_path: Path) -> None:
     If workers differ, the first one's settings are as good as another's, and the record reports it.
     """
     run = pg.train(
-        vectors(optimizer=functools.partial(Adapting, lr=0.1)),
+        make_vectors_job(optimizer=functools.partial(Adapting, lr=0.1)),
         "local(2, every=2)",
         runs=tmp_path,
         save=3,
@@ -509,7 +520,7 @@ def test_different_optimizer_settings_are_reported(tmp_path: Path) -> None:
         if line["what"] == "optimizer" and "settings" in line["picked"]
     ]
     assert "one of each: d (" in said["because"]
-    run = pg.train(vectors(), "local(2, every=2)", runs=tmp_path, save=3)
+    run = pg.train(make_vectors_job(), "local(2, every=2)", runs=tmp_path, save=3)
     assert not [
         line
         for line in run.select_lines("choice")
@@ -524,7 +535,9 @@ def test_bytes_of_saving_are_recorded_apart(tmp_path: Path) -> None:
     Earlier, they counted as bytes of a test. For a checkpoint in the middle of an epoch, no line
     had them. Optimizer states, which are as long as the weights, were not counted.
     """
-    made = vectors(test=VECTORS, optimizer=functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+    made = make_vectors_job(
+        test=VECTORS, optimizer=functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    )
     run = pg.train(made, "local(2, every=4, reduce=ring)", runs=tmp_path, save=2)
     weights = 8 * sum(each.numel() for each in make_mlp().parameters())
     for rank in range(2):
@@ -541,7 +554,7 @@ def test_bytes_of_saving_are_recorded_apart(tmp_path: Path) -> None:
 
 
 # ---- learning rates --------------------------------------------------------------------------
-def rated(world: World, by_test: bool) -> float:
+def train_with_rate_by_loss(world: World, by_test: bool) -> float:
     """Train with a learning rate that follows the loss of each step, or of each test."""
     model = make_mlp()
     optimizer = plain(model.parameters())
@@ -558,10 +571,10 @@ def test_learning_rates_by_local_loss_are_reported() -> None:
     Earlier, replicas went on with different rates for ever, and nothing was reported.
     """
     with Launcher(2) as two:
-        one, other = two.run(rated, True, size=2)
+        one, other = two.run(train_with_rate_by_loss, True, size=2)
         assert one == other != 0.1
         with pytest.raises(
             pg.RankFailed,
             match=r"the optimizer's group 0 is 0\.\d+ on rank 0 and 0\.\d+ on rank 1.*evaluate",
         ):
-            two.run(rated, False, size=2)
+            two.run(train_with_rate_by_loss, False, size=2)

@@ -26,15 +26,15 @@ LOCAL = "local(2, every=3)"
 FEDERATED = "federated(2, clients=6, fraction=0.7)"
 
 
-def sgd(parameters: Any) -> torch.optim.Optimizer:
+def make_sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-def linear() -> nn.Module:
+def make_linear() -> nn.Module:
     return nn.Linear(10, 4)
 
 
-def of(model: Any, optimizer: Any = sgd, **changes: Any) -> pg.Job:
+def make_vectors_job(model: Any, optimizer: Any = make_sgd, **changes: Any) -> pg.Job:
     return make_job("found", model, VECTORS).replace(
         optimizer=optimizer, dtype=torch.float64, batch=4, **changes
     )
@@ -89,7 +89,7 @@ def test_replaced_parameter_is_found_at_start(model: Any, name: str, text: str) 
     Under federated, a parameter that a forward made was trained on some workers only.
     """
     with pytest.raises(pg.Refused, match=f"replaces, ties or makes {name}; do that in __init__"):
-        validate_run(of(model), text)
+        validate_run(make_vectors_job(model), text)
 
 
 @pytest.mark.parametrize("text", [LOCAL, "federated(2, clients=5, fraction=0.7)"])
@@ -101,7 +101,7 @@ def test_late_replacement_of_a_parameter_is_found(text: str, tmp_path: Path) -> 
     with pytest.raises(
         pg.RankFailed, match="tensor weight: a forward put another parameter in its place"
     ):
-        pg.train(of(Swapped), text, runs=tmp_path)
+        pg.train(make_vectors_job(Swapped), text, runs=tmp_path)
 
 
 # ---- jobs that change from call to call ------------------------------------------------------
@@ -147,37 +147,43 @@ class Turning(Dataset):
         return sample * (1 + 0.1 * self.read), target
 
 
-def collated(samples: list[Any]) -> Any:
+def collate_drifting(samples: list[Any]) -> Any:
     Outside.every += 1
     inputs, targets = (torch.stack(each) for each in zip(*samples, strict=True))
     return inputs * (1 + 0.1 * Outside.every), targets
 
 
-def hooked(parameters: Any) -> torch.optim.Optimizer:
+def make_hooked_sgd(parameters: Any) -> torch.optim.Optimizer:
     every = list(parameters)
     for each in every:
         each.register_hook(lambda gradient: 0.5 * gradient)
-    return sgd(every)
+    return make_sgd(every)
 
 
 ONCE: list[torch.optim.Optimizer] = []
 
 
-def once(parameters: Any) -> torch.optim.Optimizer:
+def return_same_sgd(parameters: Any) -> torch.optim.Optimizer:
     if not ONCE:
-        ONCE.append(sgd(list(parameters)))
+        ONCE.append(make_sgd(list(parameters)))
     return ONCE[0]
 
 
 @pytest.mark.parametrize(
     ("made", "says"),
     [
-        (of(Counting), "the loss of the same samples is another number each time"),
-        (of(Globally), "the loss of the same samples is another number each time"),
-        (of(linear, train=Turning()), "train gives other values each time"),
-        (of(linear, collate=collated), "train gives other values each time"),
-        (of(linear, hooked), "registers hooks on parameters, which stay there"),
-        (of(linear, once), "the same object each time it is called"),
+        (make_vectors_job(Counting), "the loss of the same samples is another number each time"),
+        (make_vectors_job(Globally), "the loss of the same samples is another number each time"),
+        (make_vectors_job(make_linear, train=Turning()), "train gives other values each time"),
+        (
+            make_vectors_job(make_linear, collate=collate_drifting),
+            "train gives other values each time",
+        ),
+        (
+            make_vectors_job(make_linear, make_hooked_sgd),
+            "registers hooks on parameters, which stay there",
+        ),
+        (make_vectors_job(make_linear, return_same_sgd), "the same object each time it is called"),
     ],
     ids=["a list", "a global", "a dataset", "a collate", "hooks", "the same optimizer"],
 )
@@ -191,14 +197,18 @@ def test_unrestorable_client_state_is_refused(made: pg.Job, says: str) -> None:
 
 
 def test_hooks_of_the_model_are_accepted(tmp_path: Path) -> None:
-    def halved() -> nn.Module:
-        model = linear()
+    def make_halved_gradient_model() -> nn.Module:
+        model = make_linear()
         for each in model.parameters():
             each.register_hook(lambda gradient: 0.5 * gradient)
         return model
 
     one, two = (
-        pg.train(of(halved), f"federated({workers}, clients=6, fraction=0.7)", runs=tmp_path)
+        pg.train(
+            make_vectors_job(make_halved_gradient_model),
+            f"federated({workers}, clients=6, fraction=0.7)",
+            runs=tmp_path,
+        )
         for workers in (1, 2)
     )
     assert torch.allclose(one.model().weight, two.model().weight, rtol=1e-12)
@@ -223,7 +233,7 @@ class Empty(nn.Linear):
 
 @pytest.mark.parametrize("text", [LOCAL, FEDERATED, "data(2)"])
 def test_parameter_without_elements(text: str, tmp_path: Path) -> None:
-    run = pg.train(of(Empty), text, runs=tmp_path)
+    run = pg.train(make_vectors_job(Empty), text, runs=tmp_path)
     assert run.finished
     assert run.model().state_dict()["none"].shape == (0,)
 
@@ -253,15 +263,15 @@ def test_sparse_tensor(text: str, tmp_path: Path) -> None:
     with pytest.raises(
         pg.Refused, match="near is sparse, and no file of a trained model holds that"
     ):
-        validate_run(of(lambda: Graph(True)), text)
-    assert pg.train(of(lambda: Graph(False)), text, runs=tmp_path).finished
+        validate_run(make_vectors_job(lambda: Graph(True)), text)
+    assert pg.train(make_vectors_job(lambda: Graph(False)), text, runs=tmp_path).finished
 
 
 def test_nondeterministic_model_construction_is_reported(tmp_path: Path) -> None:
     with pytest.raises(
         pg.Refused, match=r"model.safetensors does not fit the model as job found builds it"
     ):
-        pg.train(of(Made), "serial", runs=tmp_path).model()
+        pg.train(make_vectors_job(Made), "serial", runs=tmp_path).model()
 
 
 # ---- rounds ----------------------------------------------------------------------------------
@@ -279,7 +289,9 @@ def test_number_of_rounds_is_computed_without_drawing() -> None:
         for number in range(4)
     ]
     with pytest.raises(pg.Refused, match=r"has 30,000 rounds; .*; give at most rounds=20000"):
-        validate_run(of(linear), "federated(2, clients=6, fraction=0.7, rounds=30000)")
+        validate_run(
+            make_vectors_job(make_linear), "federated(2, clients=6, fraction=0.7, rounds=30000)"
+        )
 
 
 def test_fraction_that_leaves_workers_idle_is_reported(tmp_path: Path) -> None:
@@ -290,7 +302,9 @@ def test_fraction_that_leaves_workers_idle_is_reported(tmp_path: Path) -> None:
     with pytest.warns(
         UserWarning, match=f"{says} workers, or a larger fraction, such as fraction=0.333"
     ):
-        run = pg.train(of(linear), "federated(2, clients=6, rounds=2)", runs=tmp_path)
+        run = pg.train(
+            make_vectors_job(make_linear), "federated(2, clients=6, rounds=2)", runs=tmp_path
+        )
     told = [
         line["picked"]
         for line in Record(run.folder).select_lines("choice", 0) + run.choices

@@ -52,31 +52,31 @@ plain = functools.partial(torch.optim.SGD, lr=0.1)
 heavy = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
-def vectors(**changes: Any) -> pg.Job:
+def make_vectors_job(**changes: Any) -> pg.Job:
     return make_job("vectors", make_mlp, VECTORS).replace(
         **{"epochs": 3, "dtype": torch.float64, "optimizer": heavy, "batch": 4, **changes}
     )
 
 
-def trained(made: pg.Job, text: str, folder: Path, **more: Any) -> tuple[State, Record]:
+def train_and_read(made: pg.Job, text: str, folder: Path, **more: Any) -> tuple[State, Record]:
     run = pg.train(made, text, runs=folder, **more)
     return dict(run.model().state_dict()), Record(run.folder)
 
 
-def close(one: State, other: State, within: float = 1e-10) -> bool:
+def is_close(one: State, other: State, within: float = 1e-10) -> bool:
     return one.keys() == other.keys() and all(
         torch.allclose(one[name].double(), other[name].double(), rtol=0, atol=within)
         for name in one
     )
 
 
-def rounds_of(made: pg.Job, text: str) -> ClientRounds:
+def plan_rounds(made: pg.Job, text: str) -> ClientRounds:
     found = validate_run(made, text).rounds
     assert found is not None
     return found
 
 
-def without(rounds: ClientRounds, *lost: int) -> ClientRounds:
+def drop_clients(rounds: ClientRounds, *lost: int) -> ClientRounds:
     """Return the same rounds without these clients."""
 
     class Left(ClientRounds):
@@ -95,7 +95,7 @@ def without(rounds: ClientRounds, *lost: int) -> ClientRounds:
 
 
 # ---- it is federated averaging ---------------------------------------------------------------
-def averaged(made: pg.Job, rounds: ClientRounds) -> State:
+def train_plainly(made: pg.Job, rounds: ClientRounds) -> State:
     """Train by federated averaging as McMahan et al. write it, in a loop of plain torch.
 
     The rounds say which clients train, on which samples, and in which order.
@@ -146,19 +146,19 @@ def test_federated_averaging_equals_its_formula(
 
     With a fraction of 0.1 of 9 clients, each round has one client, so a worker has nothing to do.
     """
-    made = vectors(**changes)
-    found, _ = trained(made, text, tmp_path)
-    rounds = rounds_of(made, text)
+    made = make_vectors_job(**changes)
+    found, _ = train_and_read(made, text, tmp_path)
+    rounds = plan_rounds(made, text)
     assert len({len(samples) for samples in rounds.clients}) == 2
-    assert close(found, averaged(made, rounds), 1e-12)
+    assert is_close(found, train_plainly(made, rounds), 1e-12)
 
 
 def test_one_client_with_all_samples_is_serial(tmp_path: Path) -> None:
     """This holds for plain SGD, which has no state that a round resets, and also with dropout."""
     made = JOBS["dropout"].replace(dtype=torch.float64, optimizer=plain, epochs=3)
-    serial, _ = trained(made, "serial", tmp_path / "serial")
-    found, record = trained(made, "federated(1, clients=1)", tmp_path / "federated")
-    assert close(found, serial, 1e-12)
+    serial, _ = train_and_read(made, "serial", tmp_path / "serial")
+    found, record = train_and_read(made, "federated(1, clients=1)", tmp_path / "federated")
+    assert is_close(found, serial, 1e-12)
     assert len(record.select_lines("epoch")) == 3
 
 
@@ -168,10 +168,10 @@ def test_nonlinear_hook_sees_the_gradient_of_a_client_batch(tmp_path: Path, work
 
     So the training was different from that with one worker.
     """
-    made = vectors(model=Clamped)
+    made = make_vectors_job(model=Clamped)
     text = f"federated({workers}, clients=3, fraction=1.0, rounds=2)"
-    found, _ = trained(made, text, tmp_path)
-    assert close(found, averaged(made, rounds_of(made, text)), 1e-12)
+    found, _ = train_and_read(made, text, tmp_path)
+    assert is_close(found, train_plainly(made, plan_rounds(made, text)), 1e-12)
 
 
 @pytest.mark.sample(2)
@@ -190,12 +190,12 @@ def test_number_of_workers_does_not_matter(tmp_path: Path, name: str) -> None:
     made = JOBS[name].replace(dtype=torch.float64, batch=4, epochs=2)
     options = "clients=5, fraction=0.6, local_epochs=2, rounds=3"
     one, *others = (
-        trained(made, f"federated({workers}, {options})", tmp_path / str(workers))[0]
+        train_and_read(made, f"federated({workers}, {options})", tmp_path / str(workers))[0]
         for workers in (1, 2, 3)
     )
-    assert all(close(one, other) for other in others)
+    assert all(is_close(one, other) for other in others)
     begun = made.build_model().state_dict()
-    assert not close(one, dict(begun), 1e-3)
+    assert not is_close(one, dict(begun), 1e-3)
 
 
 # ---- what is sent ----------------------------------------------------------------------------
@@ -211,7 +211,7 @@ COLLECTIVES = (
 )
 
 
-def listening(
+def record_collectives(
     world: World, checked: ValidatedRun, folder: Path, origin: float
 ) -> list[tuple[str, int]]:
     """Return (name, bytes of its tensors) of each collective that this rank calls in its rounds."""
@@ -219,21 +219,21 @@ def listening(
 
     class Heard(RoundTraining):
         def train_segment(self, segment: int) -> bool:
-            with listened():
+            with patch_collectives():
                 return super().train_segment(segment)
 
         def end_segment(self, segment: int, start_time: float) -> bool:
-            with listened():
+            with patch_collectives():
                 return super().end_segment(segment, start_time)
 
     @contextlib.contextmanager
-    def listened() -> Iterator[None]:
+    def patch_collectives() -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
             for name in COLLECTIVES:
-                patch.setattr(World, name, told(name, getattr(World, name)))
+                patch.setattr(World, name, record_calls(name, getattr(World, name)))
             yield
 
-    def told(name: str, function: Any) -> Any:
+    def record_calls(name: str, function: Any) -> Any:
         def call(own: World, *given: Any) -> Any:
             heard.append((name, sum(each.nbytes for each in given if isinstance(each, Tensor))))
             return function(own, *given)
@@ -251,11 +251,11 @@ def test_only_weights_and_counts_are_sent(pool: Launcher, tmp_path: Path, reduce
     The bytes in the record equal the closed form of each all-reduce. The collectives that each rank
     calls say the same.
     """
-    made = vectors(test=VECTORS)
+    made = make_vectors_job(test=VECTORS)
     checked = validate_run(
         made, f"federated(3, clients=6, fraction=0.5, rounds=2, reduce={reduce})"
     )
-    heard = checked.run_on_ranks(pool, listening, checked, tmp_path, 0.0)
+    heard = checked.run_on_ranks(pool, record_collectives, checked, tmp_path, 0.0)
     counts = 8 * (1 + 3)
     weights = 8 * sum(each.numel() for each in make_mlp().parameters())
     for rank in range(3):
@@ -304,13 +304,13 @@ class Poisoned(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 @pytest.mark.parametrize("workers", [1, 3])
 def test_mean_is_over_the_clients_that_returned(tmp_path: Path, workers: int) -> None:
     text = f"federated({workers}, clients=5, fraction=1.0, rounds=3)"
-    rounds = rounds_of(vectors(), text)
+    rounds = plan_rounds(make_vectors_job(), text)
     poisoned = Poisoned([int(rounds.clients[1][2])], [int(rounds.clients[4][4])])
-    found, record = trained(vectors(train=poisoned), text, tmp_path)
+    found, record = train_and_read(make_vectors_job(train=poisoned), text, tmp_path)
     others = [0, 2, 3]
     clients = [each for client, each in enumerate(rounds.clients) if client in others]
     assert sum(map(len, clients)) < 29
-    assert close(found, averaged(vectors(), without(rounds, 1, 4)), 1e-12)
+    assert is_close(found, train_plainly(make_vectors_job(), drop_clients(rounds, 1, 4)), 1e-12)
     assert [line["lost"] for line in record.select_lines("epoch")] == [[1, 4]] * 3
     events = [
         line
@@ -333,9 +333,9 @@ def test_lost_clients_are_in_the_summary(
 ) -> None:
     """Earlier, workers wrote lost clients into their records, but the run did not report them."""
     text = "federated(3, clients=5, fraction=1.0, rounds=2)"
-    rounds = rounds_of(vectors(), text)
+    rounds = plan_rounds(make_vectors_job(), text)
     poisoned = Poisoned([int(rounds.clients[1][2])], [int(rounds.clients[4][4])])
-    run = pg.train(vectors(train=poisoned), text, runs=tmp_path)
+    run = pg.train(make_vectors_job(train=poisoned), text, runs=tmp_path)
     assert [told.partition(":")[0] for told in run.event_messages] == [
         f"client {client} in round {number}" for number in (0, 1) for client in (1, 4)
     ]
@@ -349,9 +349,9 @@ def test_lost_clients_are_in_the_summary(
 
 def test_round_without_clients_is_in_the_summary_once(tmp_path: Path) -> None:
     text = "federated(2, clients=4, fraction=0.1, rounds=6)"  # one client a round
-    poor = rounds_of(vectors(), text).choose_clients(1)[0]
-    samples = list(map(int, rounds_of(vectors(), text).clients[poor]))
-    run = pg.train(vectors(train=Poisoned(samples, [])), text, runs=tmp_path)
+    poor = plan_rounds(make_vectors_job(), text).choose_clients(1)[0]
+    samples = list(map(int, plan_rounds(make_vectors_job(), text).clients[poor]))
+    run = pg.train(make_vectors_job(train=Poisoned(samples, [])), text, runs=tmp_path)
     assert [told for told in run.event_messages if "round 1: no client came back" in told] == [
         "round 1: no client came back; the weights do not change"
     ]
@@ -375,9 +375,11 @@ def test_missing_sample_loses_the_client_and_not_the_run(tmp_path: Path, loaders
     chance which of them gave up first.
     """
     text = "federated(2, clients=5, fraction=1.0, rounds=1)"
-    rounds = rounds_of(vectors(), text)
+    rounds = plan_rounds(make_vectors_job(), text)
     stuck = Stuck([int(rounds.clients[3][1])], [])
-    found, record = trained(vectors(train=stuck), text, tmp_path, timeout=4.0, loaders=loaders)
+    found, record = train_and_read(
+        make_vectors_job(train=stuck), text, tmp_path, timeout=4.0, loaders=loaders
+    )
     assert [line["lost"] for line in record.select_lines("epoch")] == [[3]]
     (said,) = [
         line["message"]
@@ -386,7 +388,7 @@ def test_missing_sample_loses_the_client_and_not_the_run(tmp_path: Path, loaders
         if line["name"] == "lost"
     ]
     assert f"sample {stuck.raising[0]} of the dataset was not loaded within 2 s" in said
-    assert close(found, averaged(vectors(), without(rounds, 3)), 1e-12)
+    assert is_close(found, train_plainly(make_vectors_job(), drop_clients(rounds, 3)), 1e-12)
 
 
 class Disconnected(nn.Module):
@@ -416,11 +418,13 @@ def test_broken_connection_of_a_client_loses_only_that_client(tmp_path: Path) ->
     It closed its connections to the other workers, which then failed too.
     """
     text = "federated(2, clients=5, fraction=1.0, rounds=2)"
-    rounds = rounds_of(vectors(), text)
-    made = vectors(model=functools.partial(Disconnected, os.getpid(), [int(rounds.clients[4][0])]))
-    found, record = trained(made, text, tmp_path, backend="gloo")
+    rounds = plan_rounds(make_vectors_job(), text)
+    made = make_vectors_job(
+        model=functools.partial(Disconnected, os.getpid(), [int(rounds.clients[4][0])])
+    )
+    found, record = train_and_read(made, text, tmp_path, backend="gloo")
     assert [line["lost"] for line in record.select_lines("epoch")] == [[4], [4]]
-    assert close(found, averaged(made, without(rounds, 4)), 1e-12)
+    assert is_close(found, train_plainly(made, drop_clients(rounds, 4)), 1e-12)
 
 
 class Resizing(nn.Module):
@@ -447,11 +451,11 @@ def test_lost_client_adds_nothing_to_the_mean(tmp_path: Path, size: int) -> None
     weights were in the mean. A buffer of one element was added to all five.
     """
     text = "federated(2, clients=5, fraction=1.0, rounds=2)"
-    rounds = rounds_of(vectors(), text)
-    made = vectors(model=functools.partial(Resizing, size, [int(rounds.clients[3][0])]))
-    found, record = trained(made, text, tmp_path)
+    rounds = plan_rounds(make_vectors_job(), text)
+    made = make_vectors_job(model=functools.partial(Resizing, size, [int(rounds.clients[3][0])]))
+    found, record = train_and_read(made, text, tmp_path)
     assert [line["lost"] for line in record.select_lines("epoch")] == [[3], [3]]
-    assert close(found, averaged(made, without(rounds, 3)), 1e-12)
+    assert is_close(found, train_plainly(made, drop_clients(rounds, 3)), 1e-12)
     said = [
         line["message"]
         for rank in range(2)
@@ -468,12 +472,12 @@ def test_round_without_clients_keeps_weights_and_may_end_run(
     tmp_path: Path,
 ) -> None:
     text = "federated(2, clients=4, fraction=0.1, rounds=6)"  # one client a round
-    rounds = rounds_of(vectors(), text)
+    rounds = plan_rounds(make_vectors_job(), text)
     turns = [rounds.choose_clients(number)[0] for number in range(6)]
     poor = turns[1]
     assert any(each != poor for each in turns)
-    found, record = trained(
-        vectors(train=Poisoned(list(map(int, rounds.clients[poor])), [])), text, tmp_path
+    found, record = train_and_read(
+        make_vectors_job(train=Poisoned(list(map(int, rounds.clients[poor])), [])), text, tmp_path
     )
 
     class Left(ClientRounds):
@@ -484,8 +488,10 @@ def test_round_without_clients_keeps_weights_and_may_end_run(
         def count(self) -> int:
             return 6
 
-    begun = averaged_but(vectors(), Left(rounds.clients, rounds.order, 1, 1, 1, 3, 6))
-    assert close(found, begun, 1e-12)
+    begun = train_plainly_with_empty_rounds(
+        make_vectors_job(), Left(rounds.clients, rounds.order, 1, 1, 1, 3, 6)
+    )
+    assert is_close(found, begun, 1e-12)
     assert [
         line["numbers"]["round"]
         for line in record.select_lines("event")
@@ -494,12 +500,12 @@ def test_round_without_clients_keeps_weights_and_may_end_run(
     with pytest.raises(
         pg.RankFailed, match=r"no client of any round came back.*loss is not finite"
     ):
-        trained(vectors(train=Poisoned([], list(range(29)))), text, tmp_path)
+        train_and_read(make_vectors_job(train=Poisoned([], list(range(29)))), text, tmp_path)
     with pytest.raises(pg.RankFailed, match="this file is gone"):
-        trained(vectors(train=Poisoned(list(range(29)), [])), text, tmp_path)
+        train_and_read(make_vectors_job(train=Poisoned(list(range(29)), [])), text, tmp_path)
 
 
-def averaged_but(made: pg.Job, rounds: ClientRounds) -> State:
+def train_plainly_with_empty_rounds(made: pg.Job, rounds: ClientRounds) -> State:
     """Return the same average, where a round without clients keeps the weights."""
 
     class Some(ClientRounds):
@@ -514,7 +520,7 @@ def averaged_but(made: pg.Job, rounds: ClientRounds) -> State:
             return rounds.iterate_client_batches(turn, there[number])
 
     there = [number for number in range(rounds.count) if rounds.plan_turns(number)]
-    return averaged(
+    return train_plainly(
         made,
         Some(
             rounds.clients,
@@ -560,13 +566,15 @@ def test_integers_become_the_nearest_mean_and_python_resets(tmp_path: Path) -> N
 
     So the result depended on the number of workers.
     """
-    made = vectors(model=Keeping, train=torch.utils.data.Subset(VECTORS, range(28)), batch=3)
+    made = make_vectors_job(
+        model=Keeping, train=torch.utils.data.Subset(VECTORS, range(28)), batch=3
+    )
     text = "clients=3, fraction=1.0, rounds=2"
     one, *others = (
-        trained(made, f"federated({workers}, {text})", tmp_path / str(workers))[0]
+        train_and_read(made, f"federated({workers}, {text})", tmp_path / str(workers))[0]
         for workers in (1, 2, 3)
     )
-    assert all(close(one, other) for other in others)
+    assert all(is_close(one, other) for other in others)
     # clients of 10, 9 and 9 samples have 4, 3 and 3 batches of 3 in each of two rounds; their mean,
     # weighted by samples, is 3.36
     assert int(one["count"]) == 3 + 3
@@ -589,7 +597,7 @@ class Centred(nn.Module):
         return loss
 
 
-def centred(made: pg.Job, rounds: ClientRounds) -> State:
+def train_centred_plainly(made: pg.Job, rounds: ClientRounds) -> State:
     """Train with this loss by federated averaging, in plain torch."""
     model = made.build_model()
     center = torch.zeros(4, dtype=torch.float64)
@@ -630,10 +638,10 @@ def test_loss_buffers_are_averaged(tmp_path: Path, workers: int) -> None:
 
     Its Python state is still the initial one for each client, and the record reports it.
     """
-    made = vectors(loss=Centred())
+    made = make_vectors_job(loss=Centred())
     text = f"federated({workers}, clients=3, fraction=1.0, rounds=3)"
-    found, record = trained(made, text, tmp_path)
-    assert close(found, centred(made, rounds_of(made, text)), 1e-12)
+    found, record = train_and_read(made, text, tmp_path)
+    assert is_close(found, train_centred_plainly(made, plan_rounds(made, text)), 1e-12)
     (said,) = [line for line in record.select_lines("choice") if line["what"] == "kept in Python"]
     assert said["because"] == "forwards change it, and it has no mean: loss.seen"
 
@@ -661,27 +669,29 @@ def test_optimizer_may_keep_the_initial_weights_of_a_client(tmp_path: Path) -> N
 
     So it kept the weights of the client before.
     """
-    made = vectors(optimizer=Anchored)
+    made = make_vectors_job(optimizer=Anchored)
     text = "clients=5, fraction=0.6, rounds=3, local_epochs=2"
     one, *others = (
-        trained(made, f"federated({workers}, {text})", tmp_path / str(workers))[0]
+        train_and_read(made, f"federated({workers}, {text})", tmp_path / str(workers))[0]
         for workers in (1, 3)
     )
-    assert all(close(one, other) for other in others)
+    assert all(is_close(one, other) for other in others)
 
 
 def test_batch_norm_statistics_are_averaged(tmp_path: Path) -> None:
     made = make_job("normed", make_batch_norm_cnn, IMAGES, dtype=torch.float64, epochs=2)
     one, two = (
-        trained(made, f"federated({workers}, clients=3, fraction=1.0)", tmp_path / str(workers))[0]
+        train_and_read(
+            made, f"federated({workers}, clients=3, fraction=1.0)", tmp_path / str(workers)
+        )[0]
         for workers in (1, 2)
     )
-    assert close(one, two)
+    assert is_close(one, two)
     assert int(one["1.num_batches_tracked"]) == 2
 
 
 # ---- schedule, goal, checkpoints -------------------------------------------------------------
-def images(**changes: Any) -> pg.Job:
+def make_digits_job(**changes: Any) -> pg.Job:
     return pg.job("digits").replace(**{"epochs": 2, "dtype": torch.float64, **changes})
 
 
@@ -690,8 +700,8 @@ def test_scheduler_advances_by_samples_between_rounds(tmp_path: Path) -> None:
 
     An epoch of 29 samples has 8 serial steps, and a round of half of the clients has 4.
     """
-    made = vectors(scheduler=make_step_lr, scheduler_every="step", epochs=2)
-    _, record = trained(made, "federated(2, clients=4, fraction=0.5)", tmp_path)
+    made = make_vectors_job(scheduler=make_step_lr, scheduler_every="step", epochs=2)
+    _, record = train_and_read(made, "federated(2, clients=4, fraction=0.5)", tmp_path)
     rates = [
         sorted(
             {
@@ -706,14 +716,14 @@ def test_scheduler_advances_by_samples_between_rounds(tmp_path: Path) -> None:
     assert rates == [[0.1], [0.025], [0.00625], [0.0015625]]
 
 
-def warming(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+def make_warm_up(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 8)
 
 
 def test_round_with_zero_learning_rate_is_reported(tmp_path: Path) -> None:
     """In a warm-up from 0, serial makes one step with a rate of 0, but clients a whole round."""
     run = pg.train(
-        vectors(scheduler=warming, scheduler_every="step", epochs=1),
+        make_vectors_job(scheduler=make_warm_up, scheduler_every="step", epochs=1),
         "federated(2, clients=4, fraction=0.5)",
         runs=tmp_path,
     )
@@ -730,9 +740,9 @@ def test_resumed_scheduler_is_moved_to_the_round_boundary(
 
     Earlier, the scheduler never made its eighth step, so all later rates were one step late.
     """
-    made = vectors(scheduler=make_step_lr, scheduler_every="step", epochs=2)
-    _, saved = trained(made, "serial", tmp_path, save=7, limit=7)
-    _, record = trained(
+    made = make_vectors_job(scheduler=make_step_lr, scheduler_every="step", epochs=2)
+    _, saved = train_and_read(made, "serial", tmp_path, save=7, limit=7)
+    _, record = train_and_read(
         made, "federated(2, clients=4, fraction=0.5)", tmp_path, resume=saved.folder
     )
     rates = [
@@ -751,26 +761,26 @@ def test_resumed_scheduler_is_moved_to_the_round_boundary(
 
 def test_round_is_evaluated_and_ends_at_the_goal(tmp_path: Path) -> None:
     text = "federated(2, clients=10, fraction=0.5, local_epochs=2)"
-    _, record = trained(images(epochs=40), text, tmp_path, until="accuracy=60")
+    _, record = train_and_read(make_digits_job(epochs=40), text, tmp_path, until="accuracy=60")
     tests = [line["test"]["value"] for line in record.select_lines("epoch")]
     assert tests[-1] >= 60 > max(tests[:-1], default=0)
     assert len(tests) < 40
 
 
 def test_resume_between_rounds_is_bit_equal(tmp_path: Path) -> None:
-    made = images(scheduler=make_step_lr, scheduler_every="step")
+    made = make_digits_job(scheduler=make_step_lr, scheduler_every="step")
     text = "federated({}, clients=9, fraction=0.34, rounds={})"
-    whole, full = trained(made, text.format(2, 6), tmp_path)
-    _, first = trained(made, text.format(2, 4), tmp_path, save=5)
-    resumed, rest = trained(made, text.format(2, 6), tmp_path, resume=first.folder)
+    whole, full = train_and_read(made, text.format(2, 6), tmp_path)
+    _, first = train_and_read(made, text.format(2, 4), tmp_path, save=5)
+    resumed, rest = train_and_read(made, text.format(2, 6), tmp_path, resume=first.folder)
     assert [line["epoch"] for line in rest.select_lines("epoch")] == [4, 5]
-    assert close(whole, resumed, 0.0)
+    assert is_close(whole, resumed, 0.0)
     assert [line["test"] for line in rest.select_lines("epoch")] == [
         line["test"] for line in full.select_lines("epoch")[4:]
     ]
     assert rest.sample_count.missed == rest.sample_count.twice == 0
-    other, _ = trained(made, text.format(3, 6), tmp_path, resume=first.folder)
-    assert close(whole, other)
+    other, _ = train_and_read(made, text.format(3, 6), tmp_path, resume=first.folder)
+    assert is_close(whole, other)
 
 
 def test_rounds_shorter_than_a_serial_step_are_saved(tmp_path: Path) -> None:
@@ -779,32 +789,32 @@ def test_rounds_shorter_than_a_serial_step_are_saved(tmp_path: Path) -> None:
     Earlier, only the first of these rounds was saved, so the last one was lost. On resume,
     validation said that no rounds were left.
     """
-    made = vectors()
+    made = make_vectors_job()
     text = "federated(2, clients=20, fraction=0.05, rounds={})"
     assert [
-        rounds_of(made, text.format(9)).count_serial_steps(number) for number in (4, 5, 6, 7)
+        plan_rounds(made, text.format(9)).count_serial_steps(number) for number in (4, 5, 6, 7)
     ] == [
         1,
         2,
         2,
         2,
     ]
-    whole, _ = trained(made, text.format(7), tmp_path)
-    _, first = trained(made, text.format(6), tmp_path, save=1)
+    whole, _ = train_and_read(made, text.format(7), tmp_path)
+    _, first = train_and_read(made, text.format(6), tmp_path, save=1)
     assert sorted(path.name for path in first.folder.glob("checkpoint-*")) == [
         "checkpoint-00000001",
         "checkpoint-00000002",
     ]
-    resumed, rest = trained(made, text.format(7), tmp_path, resume=first.folder)
+    resumed, rest = train_and_read(made, text.format(7), tmp_path, resume=first.folder)
     assert [line["epoch"] for line in rest.select_lines("epoch")] == [6]
-    assert close(whole, resumed, 0.0)
+    assert is_close(whole, resumed, 0.0)
 
 
 def test_validation_counts_rounds_and_names_the_option(tmp_path: Path) -> None:
     """Earlier, the message asked for more epochs, which do not count if rounds are given."""
-    made = vectors()
+    made = make_vectors_job()
     text = "federated(2, clients=4, fraction=0.5{})"
-    _, first = trained(made, text.format(", rounds=4"), tmp_path, save=1)
+    _, first = train_and_read(made, text.format(", rounds=4"), tmp_path, save=1)
     with pytest.raises(
         pg.Refused, match=r"has finished 4 rounds, and job vectors has only 2; give more rounds=$"
     ):
@@ -824,20 +834,20 @@ def test_validation_counts_rounds_and_names_the_option(tmp_path: Path) -> None:
 def test_checkpoints_resume_to_and_from_other_strategies(tmp_path: Path) -> None:
     """A checkpoint has serial names, and the step that serial reaches after as many samples."""
     # an epoch has 23 steps
-    made = images(epochs=1)
+    made = make_digits_job(epochs=1)
     text = "federated(2, clients=4, fraction=0.5)"
-    _, first = trained(made, text, tmp_path, save=1, limit=11)
+    _, first = train_and_read(made, text, tmp_path, save=1, limit=11)
     assert [path.name for path in first.folder.glob("checkpoint-*")] == ["checkpoint-00000011"]
     for other in ("serial", "data(2)"):
-        _, record = trained(made, other, tmp_path, resume=first.folder)
+        _, record = train_and_read(made, other, tmp_path, resume=first.folder)
         assert len(record.group_step_lines()) == 12
         assert record.sample_count.epochs == 0  # the beginning of the epoch is unknown
-        _, theirs = trained(made, other, tmp_path, save=7, limit=14)
-        _, record = trained(made, text, tmp_path, resume=theirs.folder)
+        _, theirs = train_and_read(made, other, tmp_path, save=7, limit=14)
+        _, record = train_and_read(made, text, tmp_path, resume=theirs.folder)
         # the second round begins after 11 steps
         assert [line["epoch"] for line in record.select_lines("epoch")] == []
     longer = made.replace(epochs=2)
-    _, record = trained(longer, text, tmp_path, resume=theirs.folder)
+    _, record = train_and_read(longer, text, tmp_path, resume=theirs.folder)
     assert [line["epoch"] for line in record.select_lines("epoch")] == [2, 3]
     left = [
         line for line in record.select_lines("choice") if line["what"] in ("checkpoint", "rounds")
@@ -850,19 +860,22 @@ def test_step_limit_counts_serial_steps_after_a_resume(tmp_path: Path) -> None:
 
     The first round has 12 of them, and is as long as 11 serial steps.
     """
-    made = images(epochs=2)
+    made = make_digits_job(epochs=2)
     text = "federated(2, clients=4, fraction=0.5)"
-    assert (rounds_of(made, text).round_starts[1], rounds_of(made, text).count_serial_steps(1)) == (
+    assert (
+        plan_rounds(made, text).round_starts[1],
+        plan_rounds(made, text).count_serial_steps(1),
+    ) == (
         12,
         11,
     )
-    _, first = trained(made, text, tmp_path, save=1, limit=11)
+    _, first = train_and_read(made, text, tmp_path, save=1, limit=11)
     for limit, rounds in ((11, []), (12, [1])):
-        _, record = trained(made, text, tmp_path, resume=first.folder, limit=limit)
+        _, record = train_and_read(made, text, tmp_path, resume=first.folder, limit=limit)
         assert [line["epoch"] for line in record.select_lines("epoch")] == rounds
 
 
-def asked_to_stop(world: World, checked: ValidatedRun, folder: Path, origin: float) -> str:
+def train_and_stop(world: World, checked: ValidatedRun, folder: Path, origin: float) -> str:
     if world.rank == 1:
         world.stop.set()
     try:
@@ -872,11 +885,11 @@ def asked_to_stop(world: World, checked: ValidatedRun, folder: Path, origin: flo
 
 
 def test_stop_request_is_handled_at_a_round_boundary(pool: Launcher, tmp_path: Path) -> None:
-    checked = validate_run(vectors(), "federated(2, clients=4, fraction=1.0)")
-    assert checked.run_on_ranks(pool, asked_to_stop, checked, tmp_path, 0.0) == ["stopped"] * 2
+    checked = validate_run(make_vectors_job(), "federated(2, clients=4, fraction=1.0)")
+    assert checked.run_on_ranks(pool, train_and_stop, checked, tmp_path, 0.0) == ["stopped"] * 2
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-00000008"]
-    _, record = trained(
-        vectors(), "federated(2, clients=4, fraction=1.0)", tmp_path, resume=tmp_path
+    _, record = train_and_read(
+        make_vectors_job(), "federated(2, clients=4, fraction=1.0)", tmp_path, resume=tmp_path
     )
     assert [line["epoch"] for line in record.select_lines("epoch")] == [1, 2]
 
@@ -917,14 +930,14 @@ def test_hidden_tensors_are_refused() -> None:
     with pytest.raises(
         pg.Refused, match=r"weight is a TwoTensor, .*; make it a plain tensor, or train"
     ):
-        validate_run(vectors(model=Wrapped), "federated(2, clients=3)")
+        validate_run(make_vectors_job(model=Wrapped), "federated(2, clients=3)")
 
 
 def test_job_that_clients_cannot_divide_is_refused() -> None:
     for made, text, says in (
-        (vectors(), "federated(2, clients=30)", "give at most clients=29"),
+        (make_vectors_job(), "federated(2, clients=30)", "give at most clients=29"),
         (
-            vectors(
+            make_vectors_job(
                 train=torch.utils.data.TensorDataset(VECTORS.tensors[0], torch.randn(29, 4)),
                 loss=functional.mse_loss,
             ),
@@ -940,7 +953,7 @@ def test_job_that_clients_cannot_divide_is_refused() -> None:
         with pytest.raises(pg.Refused, match=re.escape(says)):
             validate_run(made, text)
     with pytest.raises(pg.Refused, match="leave out --verify"):
-        pg.train(vectors(), "federated(2, clients=3)", verify=True)
+        pg.train(make_vectors_job(), "federated(2, clients=3)", verify=True)
     model = make_mlp()
     with (
         pytest.raises(pg.Refused, match="in a loop of your own paragrad cannot choose"),
@@ -953,8 +966,8 @@ def test_job_that_clients_cannot_divide_is_refused() -> None:
 
 def test_record_has_every_step_of_every_client(tmp_path: Path) -> None:
     text = "federated(2, clients=4, fraction=0.5, local_epochs=2, rounds=3)"
-    _, record = trained(vectors(), text, tmp_path)
-    rounds = rounds_of(vectors(), text)
+    _, record = train_and_read(make_vectors_job(), text, tmp_path)
+    rounds = plan_rounds(make_vectors_job(), text)
     assert record.rounds == rounds.summary
     assert len(record.losses) == record.planned_steps == rounds.round_starts[-1]
     assert [lines[0]["step"] for lines in record.group_step_lines()] == list(
@@ -980,7 +993,7 @@ def test_comparison_judges_federated_by_its_test_score(tmp_path: Path) -> None:
     Nothing is reported as missing.
     """
     found = pg.compare(
-        images(epochs=20),
+        make_digits_job(epochs=20),
         "serial; federated(2, clients=10, fraction=1.0, local_epochs=2)",
         runs=tmp_path,
         until="accuracy=50",
@@ -998,7 +1011,7 @@ def test_comparison_judges_federated_by_its_test_score(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", IN_ROUNDS)
 def test_verify_reports_nothing_to_compare(tmp_path: Path, text: str) -> None:
-    found = pg.verify(vectors(), text, runs=tmp_path)
+    found = pg.verify(make_vectors_job(), text, runs=tmp_path)
     assert not found.same
     assert found.difference is None
     assert found.failure is not None

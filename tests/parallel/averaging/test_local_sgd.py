@@ -50,39 +50,41 @@ heavy = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 STEPS = 7  # an epoch has 3 steps, the last of them with 5 samples
 
 
-def vectors(**changes: Any) -> pg.Job:
+def make_vectors_job(**changes: Any) -> pg.Job:
     return make_job("vectors", make_mlp, VECTORS).replace(
         **{"epochs": 4, "dtype": torch.float64, "optimizer": plain, **changes}
     )
 
 
-def copied(tensors: Mapping[str, Tensor]) -> State:
+def copy_tensors(tensors: Mapping[str, Tensor]) -> State:
     return {name: each.detach().clone() for name, each in tensors.items()}
 
 
-def both(trainer: Trainer) -> tuple[State, State]:
+def copy_states(trainer: Trainer) -> tuple[State, State]:
     """Return (the state of the whole run, the state of this rank)."""
-    return copied(trainer.state()), copied(trainer.model.state_dict())
+    return copy_tensors(trainer.state()), copy_tensors(trainer.model.state_dict())
 
 
-def stands(trainer: Trainer) -> State:
-    return copied(trainer.state())
+def copy_run_state(trainer: Trainer) -> State:
+    return copy_tensors(trainer.state())
 
 
-def steps_of(world: World, made: pg.Job, chosen: Strategy, steps: int) -> list[tuple[State, State]]:
+def observe_states(
+    world: World, made: pg.Job, chosen: Strategy, steps: int
+) -> list[tuple[State, State]]:
     """Return both states before the first step and after each step."""
-    begun = copied(made.build_model_to_train().state_dict())
-    return [(begun, begun), *observe_steps(world, made, chosen, steps, both)]
+    begun = copy_tensors(made.build_model_to_train().state_dict())
+    return [(begun, begun), *observe_steps(world, made, chosen, steps, copy_states)]
 
 
-def steps_on(
+def observe_states_on_ranks(
     pool: Launcher, made: pg.Job, text: str, steps: int = STEPS
 ) -> list[list[tuple[State, State]]]:
     chosen = resolve_text(text)
-    return pool.run(steps_of, made, chosen, steps, size=chosen.size)
+    return pool.run(observe_states, made, chosen, steps, size=chosen.size)
 
 
-def close(one: State, other: State, within: float = 1e-10) -> bool:
+def is_close(one: State, other: State, within: float = 1e-10) -> bool:
     return all(torch.allclose(one[name], other[name], rtol=0, atol=within) for name in one)
 
 
@@ -112,7 +114,7 @@ def test_averaging_after_every_sgd_step_is_serial(pool: Launcher, text: str) -> 
     chosen = resolve_text(text)
     found = pool.run(
         measure_distances,
-        vectors(optimizer=functools.partial(plain, weight_decay=0.01)),
+        make_vectors_job(optimizer=functools.partial(plain, weight_decay=0.01)),
         chosen,
         Settings(),
         STEPS,
@@ -128,29 +130,34 @@ def test_momentum_differs_and_the_deviation_is_reported(
 ) -> None:
     chosen = resolve_text(text)
     found = pool.run(
-        measure_distances, vectors(optimizer=heavy), chosen, Settings(), 6, size=chosen.size
+        measure_distances,
+        make_vectors_job(optimizer=heavy),
+        chosen,
+        Settings(),
+        6,
+        size=chosen.size,
     )[0]
     assert all(1e-6 < distance < 1.0 for distance in found[4:])
-    assert not pg.verify(vectors(optimizer=heavy), text, runs=tmp_path).same
+    assert not pg.verify(make_vectors_job(optimizer=heavy), text, runs=tmp_path).same
 
 
 def test_replicas_differ_between_averagings_and_agree_after(pool: Launcher) -> None:
-    ranks = steps_on(pool, vectors(), "local(3, every=3)")
+    ranks = observe_states_on_ranks(pool, make_vectors_job(), "local(3, every=3)")
     for step in range(1, STEPS + 1):
         stands = [rank[step][0] for rank in ranks]
         owns = [rank[step][1] for rank in ranks]
-        assert all(close(each, stands[0], 0.0) for each in stands)
-        assert all(close(each, owns[0], 0.0) for each in owns) == (step % 3 == 0)
+        assert all(is_close(each, stands[0], 0.0) for each in stands)
+        assert all(is_close(each, owns[0], 0.0) for each in owns) == (step % 3 == 0)
         mean = {
             name: sum(own[name] * weight for own, weight in zip(owns, (4, 4, 4), strict=True)) / 12
             for name in owns[0]
         }
         # before the short batch, all replicas have equal numbers of samples
         if step < 3:
-            assert close(stands[0], mean)  # type: ignore[arg-type]
+            assert is_close(stands[0], mean)  # type: ignore[arg-type]
 
 
-def wide() -> nn.Module:
+def make_wide_mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(10, 220), nn.Tanh(), nn.Linear(220, 4))
 
 
@@ -179,13 +186,14 @@ def test_weight_changes_may_be_compressed(pool: Launcher, text: str, compressor:
         with pytest.raises(pg.Refused, match="local: an all-reduce cannot add what int8 sends"):
             pg.strategy(text.format(compressor))
         return
-    made = vectors(model=wide)
+    made = make_vectors_job(model=make_wide_mlp)
     found, exact = (
-        steps_on(pool, made, text.format(each), steps=6) for each in (compressor, "none")
+        observe_states_on_ranks(pool, made, text.format(each), steps=6)
+        for each in (compressor, "none")
     )
     met = 6 if "after" in text else 3
     for step in range(met):
-        assert close(found[0][step][1], exact[0][step][1], 1e-12)
+        assert is_close(found[0][step][1], exact[0][step][1], 1e-12)
     together = exact[0][met - 3][1] if met == 6 else exact[0][0][1]
     moved = (
         max(float((rank[met - 1][1][LARGE] - together[LARGE]).abs().max()) for rank in exact) * 2
@@ -193,7 +201,7 @@ def test_weight_changes_may_be_compressed(pool: Launcher, text: str, compressor:
     off = (found[0][met][0][LARGE] - exact[0][met][0][LARGE]).abs()
     assert 0 < float(off.max()) <= moved * (3 / 127 if compressor == "int8" else 3 / 256)
     if "elastic" not in text:
-        assert all(close(rank[met][1], found[0][met][1], 0.0) for rank in found)
+        assert all(is_close(rank[met][1], found[0][met][1], 0.0) for rank in found)
         small = [name for name in exact[0][0][1] if name != LARGE and compressor == "int8"]
         assert all(
             torch.allclose(found[0][met][1][name], exact[0][met][1][name], rtol=0, atol=1e-12)
@@ -202,7 +210,7 @@ def test_weight_changes_may_be_compressed(pool: Launcher, text: str, compressor:
 
 
 def test_compressed_averaging_sends_less_and_evaluates_the_mean(tmp_path: Path) -> None:
-    made = vectors(model=wide, test=VECTORS)
+    made = make_vectors_job(model=make_wide_mlp, test=VECTORS)
     whole, less = (
         pg.train(made, text, runs=tmp_path, limit=3)
         for text in ("local(2, every=3)", "local(2, every=3, compress=int8)")
@@ -238,15 +246,15 @@ def test_error_feedback_is_for_gradients(compressor: str) -> None:
 def test_synchronous_first_steps_equal_data(pool: Launcher) -> None:
     """Post-local SGD: the first steps equal data(n). Replicas then share the momentum's state."""
     local, data = (
-        steps_on(pool, vectors(optimizer=heavy), text)
+        observe_states_on_ranks(pool, make_vectors_job(optimizer=heavy), text)
         for text in ("local(2, every=2, after=3)", "data(2)")
     )
-    assert all(close(local[0][step][1], data[0][step][1], 1e-12) for step in range(4))
-    assert not close(local[0][4][1], local[1][4][1])
-    assert close(local[0][5][1], local[1][5][1], 0.0)
+    assert all(is_close(local[0][step][1], data[0][step][1], 1e-12) for step in range(4))
+    assert not is_close(local[0][4][1], local[1][4][1])
+    assert is_close(local[0][5][1], local[1][5][1], 0.0)
 
 
-def beside_plain(world: World, made: pg.Job) -> bool:
+def is_equal_to_plain_loop(world: World, made: pg.Job) -> bool:
     """Return whether an epoch of this replica equals a loop of plain torch over the same shares."""
     trainer = Trainer.build_for_job(world, made, resolve_text("local(2, every=end)"))
     model = made.build_model_to_train()
@@ -258,7 +266,9 @@ def beside_plain(world: World, made: pg.Job) -> bool:
             nn.functional.cross_entropy(model(inputs), target).backward()
             optimizer.step()
             trainer.step(inputs, target)
-        return close(copied(trainer.model.state_dict()), copied(model.state_dict()), 1e-12)
+        return is_close(
+            copy_tensors(trainer.model.state_dict()), copy_tensors(model.state_dict()), 1e-12
+        )
     finally:
         trainer.close()
 
@@ -268,11 +278,11 @@ def test_nonlinear_hook_sees_the_gradient_of_its_share(pool: Launcher) -> None:
 
     Earlier, a hook that clips saw the sum over the share.
     """
-    assert pool.run(beside_plain, vectors(model=Clamped), size=2) == [True, True]
+    assert pool.run(is_equal_to_plain_loop, make_vectors_job(model=Clamped), size=2) == [True, True]
 
 
 # ---- compared with other implementations -----------------------------------------------------
-def torchs(world: World, made: pg.Job, steps: int, every: int, after: int) -> State:
+def train_by_torch(world: World, made: pg.Job, steps: int, every: int, after: int) -> State:
     """Train by torch's own post-local SGD over the same shares.
 
     In the first steps, gradients are averaged here, in the place of torch's hook.
@@ -311,20 +321,24 @@ def test_local_sgd_equals_torch_post_local_sgd(pool: Launcher) -> None:
     torch averages after the first step from `warmup_steps` on. paragrad averages only after `every`
     local steps.
     """
-    made = vectors(optimizer=heavy, train=torch.utils.data.Subset(VECTORS, range(24)))
+    made = make_vectors_job(optimizer=heavy, train=torch.utils.data.Subset(VECTORS, range(24)))
     for after, every in ((0, 3), (2, 2)):
-        theirs = pool.run(torchs, made, 7, every, after, size=2, backend="gloo")
+        theirs = pool.run(train_by_torch, made, 7, every, after, size=2, backend="gloo")
         ours = [
             rank[-1][1]
-            for rank in steps_on(pool, made, f"local(2, every={every}, after={after})", 7)
+            for rank in observe_states_on_ranks(
+                pool, made, f"local(2, every={every}, after={after})", 7
+            )
         ]
-        assert all(close(other, mine, 1e-12) for mine, other in zip(ours, theirs, strict=True))
-        assert not close(theirs[0], theirs[1])
+        assert all(is_close(other, mine, 1e-12) for mine, other in zip(ours, theirs, strict=True))
+        assert not is_close(theirs[0], theirs[1])
 
 
 def test_outer_step_equals_torch_nesterov_sgd(pool: Launcher) -> None:
     """In DiLoCo, the gradient of an outer step is the centre minus the mean of the replicas."""
-    ranks = steps_on(pool, vectors(), "local(2, every=2, outer=nesterov(lr=0.5, momentum=0.8))", 6)
+    ranks = observe_states_on_ranks(
+        pool, make_vectors_job(), "local(2, every=2, outer=nesterov(lr=0.5, momentum=0.8))", 6
+    )
     begun = ranks[0][0][1]
     centre = {name: nn.Parameter(each.clone()) for name, each in begun.items()}
     outer = torch.optim.SGD(centre.values(), lr=0.5, momentum=0.8, nesterov=True)
@@ -332,8 +346,8 @@ def test_outer_step_equals_torch_nesterov_sgd(pool: Launcher) -> None:
         # the mean just before the average, of replicas that begin at the centre and make two local
         # steps
         means = pool.run(
-            alone_from,
-            vectors(),
+            average_two_steps_from,
+            make_vectors_job(),
             {name: each.detach() for name, each in centre.items()},
             meeting - 2,
             size=2,
@@ -341,10 +355,12 @@ def test_outer_step_equals_torch_nesterov_sgd(pool: Launcher) -> None:
         for name, parameter in centre.items():
             parameter.grad = parameter.detach() - means[name]
         outer.step()
-        assert close(ranks[1][meeting][1], {name: each.detach() for name, each in centre.items()})
+        assert is_close(
+            ranks[1][meeting][1], {name: each.detach() for name, each in centre.items()}
+        )
 
 
-def alone_from(world: World, made: pg.Job, begun: State, first: int) -> State:
+def average_two_steps_from(world: World, made: pg.Job, begun: State, first: int) -> State:
     """Return the mean of two replicas, weighted by samples, after two local steps from `begun`."""
     trainer = Trainer.build_for_job(world, made, resolve_text("local(2, every=end)"))
     trainer.model.load_state_dict(begun)
@@ -361,7 +377,7 @@ def alone_from(world: World, made: pg.Job, begun: State, first: int) -> State:
         trainer.close()
 
 
-def outer_momentum(trainer: Trainer) -> tuple[State, State, State]:
+def copy_outer_momentum(trainer: Trainer) -> tuple[State, State, State]:
     """Return (the weights of a checkpoint, its outer momentum, the weights of this rank)."""
     with trainer.use_effective_weights():
         assert trainer.training.setup.exchange is not None
@@ -369,8 +385,8 @@ def outer_momentum(trainer: Trainer) -> tuple[State, State, State]:
             name: values["outer momentum"]
             for name, values in trainer.training.setup.exchange.collect_saved_tensors().items()
         }
-        stood = copied(trainer.model.state_dict())
-    return stood, copied(kept), copied(trainer.model.state_dict())
+        stood = copy_tensors(trainer.model.state_dict())
+    return stood, copy_tensors(kept), copy_tensors(trainer.model.state_dict())
 
 
 def test_outer_step_covers_a_whole_round(pool: Launcher) -> None:
@@ -381,41 +397,41 @@ def test_outer_step_covers_a_whole_round(pool: Launcher) -> None:
     """
     ranks = pool.run(
         observe_steps,
-        vectors(),
+        make_vectors_job(),
         resolve_text("local(2, every=3, outer=nesterov)"),
         5,
-        outer_momentum,
+        copy_outer_momentum,
         size=2,
     )
     met = ranks[0][2]
-    assert close(met[0], met[2], 0.0)
+    assert is_close(met[0], met[2], 0.0)
     for step in (3, 4):  # of 12 samples each
         stood, momentum, _ = ranks[1][step]
         mean = {name: (ranks[0][step][2][name] + ranks[1][step][2][name]) / 2 for name in stood}
-        assert close(stood, mean)
-        assert close(momentum, met[1], 0.0)
+        assert is_close(stood, mean)
+        assert is_close(momentum, met[1], 0.0)
         assert any(each.any() for each in momentum.values())
 
 
 def test_elastic_averaging_equals_the_published_formula(pool: Launcher) -> None:
-    ranks = steps_on(
+    ranks = observe_states_on_ranks(
         pool,
-        vectors(train=torch.utils.data.Subset(VECTORS, range(24))),
+        make_vectors_job(train=torch.utils.data.Subset(VECTORS, range(24))),
         "local(2, every=1, outer=elastic)",
         1,
     )
     centre = ranks[0][0][1]
     free = [
         each[1][1]
-        for each in steps_on(
+        for each in observe_states_on_ranks(
             pool,
-            vectors(train=torch.utils.data.Subset(VECTORS, range(24))),
+            make_vectors_job(train=torch.utils.data.Subset(VECTORS, range(24))),
             "local(2, every=end)",
             1,
         )
     ]
     for own, stepped in zip((rank[1][1] for rank in ranks), free, strict=True):
-        assert close(
+        assert is_close(
             own,
             {name: each - 0.45 * (each - centre[name]) for name, each in stepped.items()},
             1e-12,
@@ -425,16 +441,18 @@ def test_elastic_averaging_equals_the_published_formula(pool: Launcher) -> None:
 # ---- other state of a model ------------------------------------------------------------------
 def test_running_statistics_are_averaged_and_constants_kept(pool: Launcher) -> None:
     """Constants are not averaged: a mean over three replicas can differ in the last bit."""
-    made = make_job("normed", constant_cnn, IMAGES, dtype=torch.float64, optimizer=plain, epochs=3)
-    ranks = steps_on(pool, made, "local(3, every=2)", 4)
+    made = make_job(
+        "normed", make_cnn_with_constants, IMAGES, dtype=torch.float64, optimizer=plain, epochs=3
+    )
+    ranks = observe_states_on_ranks(pool, made, "local(3, every=2)", 4)
     for step in (2, 4):
-        assert all(close(rank[step][1], ranks[0][step][1], 0.0) for rank in ranks)
+        assert all(is_close(rank[step][1], ranks[0][step][1], 0.0) for rank in ranks)
     apart = [rank[3][1]["1.running_mean"] for rank in ranks]
     assert not torch.equal(apart[0], apart[1])
     assert torch.equal(ranks[2][4][1]["constants"], ranks[2][0][1]["constants"])
 
 
-def constant_cnn() -> nn.Module:
+def make_cnn_with_constants() -> nn.Module:
     model = make_batch_norm_cnn()
     model.register_buffer("constants", torch.arange(1, 50, dtype=torch.float64).reciprocal())
     return model
@@ -445,18 +463,18 @@ def test_replica_without_samples_skips_the_step(pool: Launcher) -> None:
 
     Momentum alone would move their weights.
     """
-    made = vectors(train=torch.utils.data.Subset(VECTORS, range(25)), optimizer=heavy)
-    ranks = steps_on(pool, made, "local(3, every=end)", 3)
-    assert not close(ranks[0][3][1], ranks[0][2][1])
+    made = make_vectors_job(train=torch.utils.data.Subset(VECTORS, range(25)), optimizer=heavy)
+    ranks = observe_states_on_ranks(pool, made, "local(3, every=end)", 3)
+    assert not is_close(ranks[0][3][1], ranks[0][2][1])
     for rank in ranks[1:]:
-        assert close(rank[3][1], rank[2][1], 0.0)
+        assert is_close(rank[3][1], rank[2][1], 0.0)
     weights = (4 + 4 + 1, 8, 8)
     mean = {
         name: sum(weight * rank[3][1][name] for weight, rank in zip(weights, ranks, strict=True))
         / 25
         for name in ranks[0][3][1]
     }
-    assert close(ranks[1][3][0], mean)  # type: ignore[arg-type]
+    assert is_close(ranks[1][3][0], mean)  # type: ignore[arg-type]
 
 
 def test_no_replica_updates_without_counted_targets(pool: Launcher) -> None:
@@ -467,10 +485,10 @@ def test_no_replica_updates_without_counted_targets(pool: Launcher) -> None:
     data = torch.utils.data.TensorDataset(
         TEXT.tensors[0][:24], TEXT.tensors[1][:24].clone().fill_(-100)
     )
-    ranks = steps_on(
+    ranks = observe_states_on_ranks(
         pool, make_job("nothing", TiedLstm, data, dtype=torch.float64), "local(2, every=2)", 4
     )
-    assert all(close(rank[step][1], rank[0][1], 0.0) for rank in ranks for step in range(5))
+    assert all(is_close(rank[step][1], rank[0][1], 0.0) for rank in ranks for step in range(5))
 
 
 def test_batch_without_counted_targets_has_losses_recorded(tmp_path: Path) -> None:
@@ -506,12 +524,12 @@ def test_divided_model_is_averaged_by_stage(pool: Launcher, text: str) -> None:
     The last of four modules has no parameters, and can be a stage of its own. Earlier, the rank of
     that stage took no part when the other ranks made their copies equal.
     """
-    made = vectors(optimizer=heavy, model=lambda: nn.Sequential(*make_mlp(), nn.Tanh()))
+    made = make_vectors_job(optimizer=heavy, model=lambda: nn.Sequential(*make_mlp(), nn.Tanh()))
     cut, whole = (
-        pool.run(observe_steps, made, chosen, 6, stands, size=chosen.size)[0]
+        pool.run(observe_steps, made, chosen, 6, copy_run_state, size=chosen.size)[0]
         for chosen in map(resolve_text, (text, text.partition(" *")[0]))
     )
-    assert all(close(one, other) for one, other in zip(cut, whole, strict=True))
+    assert all(is_close(one, other) for one, other in zip(cut, whole, strict=True))
 
 
 class Momentous(nn.Module):
@@ -538,10 +556,10 @@ def test_derived_and_recreated_buffers_are_averaged(
     pool: Launcher,
 ) -> None:
     """Earlier, each rank kept its own values, and the values of the first rank were saved."""
-    ranks = steps_on(pool, vectors(model=Momentous), "local(3, every=3)", 6)
+    ranks = observe_states_on_ranks(pool, make_vectors_job(model=Momentous), "local(3, every=3)", 6)
     for step in (3, 6):
-        assert all(close(rank[step][1], ranks[0][step][1], 0.0) for rank in ranks)
-    assert all(close(rank[5][0], ranks[0][5][0], 0.0) for rank in ranks)
+        assert all(is_close(rank[step][1], ranks[0][step][1], 0.0) for rank in ranks)
+    assert all(is_close(rank[5][0], ranks[0][5][0], 0.0) for rank in ranks)
     for name in ("teacher.weight", "seen"):
         owns = [rank[2][1][name] for rank in ranks]
         assert not torch.equal(owns[0], owns[1])
@@ -568,8 +586,8 @@ def test_buffer_with_different_shapes_is_named(pool: Launcher) -> None:
         pytest.raises(pg.RankFailed, match="it has 3 numbers on rank 0 and 2 on rank 1") as caught,
     ):
         two.run(
-            steps_of,
-            vectors(model=Following, batch=5),
+            observe_states,
+            make_vectors_job(model=Following, batch=5),
             resolve_text("local(2, every=1)"),
             1,
             size=2,
@@ -587,7 +605,7 @@ class Replacing(torch.optim.SGD):
 
 def test_optimizer_may_replace_parameter_storage(pool: Launcher) -> None:
     """Earlier, the memory that the parameters had before was averaged."""
-    made = vectors(optimizer=functools.partial(Replacing, lr=0.1))
+    made = make_vectors_job(optimizer=functools.partial(Replacing, lr=0.1))
     assert (
         max(
             pool.run(
@@ -609,15 +627,17 @@ def test_weights_of_any_real_or_complex_type(pool: Launcher, dtype: torch.dtype)
         data = torch.utils.data.TensorDataset(
             VECTORS.tensors[0].to(dtype), VECTORS.tensors[0].to(dtype)
         )
-        made = vectors(model=lambda: nn.Linear(10, 10, dtype=dtype), loss=squares, train=data)
+        made = make_vectors_job(
+            model=lambda: nn.Linear(10, 10, dtype=dtype), loss=compute_squared_error, train=data
+        )
     else:
-        made = vectors(dtype=dtype)
-    ranks = steps_on(pool, made, "local(2, every=2, outer=nesterov)", 4)
-    assert all(close(rank[4][1], ranks[0][4][1], 0.0) for rank in ranks)
-    assert not close(ranks[0][3][1], ranks[1][3][1], 0.0)
+        made = make_vectors_job(dtype=dtype)
+    ranks = observe_states_on_ranks(pool, made, "local(2, every=2, outer=nesterov)", 4)
+    assert all(is_close(rank[4][1], ranks[0][4][1], 0.0) for rank in ranks)
+    assert not is_close(ranks[0][3][1], ranks[1][3][1], 0.0)
 
 
-def squares(output: Tensor, target: Tensor) -> Tensor:
+def compute_squared_error(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).abs().square().mean()
 
 
@@ -628,16 +648,16 @@ def test_elastic_replicas_share_a_center_without_counted_data(pool: Launcher) ->
     """
     targets = TEXT.tensors[1][:24].clone()
     # no target of the first batch counts
-    targets[torch.tensor(vectors().make_order(range(24)).get_indices(0, range(12)))] = -100
+    targets[torch.tensor(make_vectors_job().make_order(range(24)).get_indices(0, range(12)))] = -100
     data = torch.utils.data.TensorDataset(TEXT.tensors[0][:24], targets)
-    ranks = steps_on(
+    ranks = observe_states_on_ranks(
         pool,
         make_job("nothing", TiedLstm, data, dtype=torch.float64),
         "local(2, every=1, outer=elastic)",
         4,
     )
     for step in range(1, 5):
-        assert close(ranks[0][step][0], ranks[1][step][0], 0.0)
+        assert is_close(ranks[0][step][0], ranks[1][step][0], 0.0)
 
 
 def test_three_elastic_averagings_equal_the_formula(pool: Launcher) -> None:
@@ -646,23 +666,23 @@ def test_three_elastic_averagings_equal_the_formula(pool: Launcher) -> None:
     The number of samples does not matter: replicas have 4, 4 and 4, and later 2, 2 and 1.
     """
     a = 0.9 / 3
-    ranks = steps_on(pool, vectors(), "local(3, every=1, outer=elastic)", 4)
+    ranks = observe_states_on_ranks(pool, make_vectors_job(), "local(3, every=1, outer=elastic)", 4)
     begun = ranks[0][0][1]
     centre = begun
     owns = [begun] * 3
     for step in range(1, 5):
-        freed = pool.run(one_step_from, vectors(), owns, step - 1, size=3)
+        freed = pool.run(train_one_step_from, make_vectors_job(), owns, step - 1, size=3)
         mean = {name: sum(each[name] for each in freed) / 3 for name in begun}
         owns = [
             {name: each - a * (each - centre[name]) for name, each in free.items()}
             for free in freed
         ]
         centre = {name: each + a * 3 * (mean[name] - each) for name, each in centre.items()}
-        assert all(close(rank[step][1], own) for rank, own in zip(ranks, owns, strict=True))
-        assert all(close(rank[step][0], centre) for rank in ranks)
+        assert all(is_close(rank[step][1], own) for rank, own in zip(ranks, owns, strict=True))
+        assert all(is_close(rank[step][0], centre) for rank in ranks)
 
 
-def one_step_from(world: World, made: pg.Job, begun: list[State], step: int) -> State:
+def train_one_step_from(world: World, made: pg.Job, begun: list[State], step: int) -> State:
     """Return a replica's own weights after this step, from the given weights."""
     trainer = Trainer.build_for_job(world, made, resolve_text("local(3, every=end)"))
     trainer.model.load_state_dict(begun[world.rank])
@@ -671,19 +691,19 @@ def one_step_from(world: World, made: pg.Job, begun: list[State], step: int) -> 
         place = (step // order.steps, list(order.list_batches())[step % order.steps])
         for fetched in trainer.iterate_batches_at(made.train, order, [place]):
             trainer.step(*separate_target(fetched))
-        return copied(trainer.model.state_dict())
+        return copy_tensors(trainer.model.state_dict())
     finally:
         trainer.close()
 
 
-def unequal(trainer: Trainer) -> Any:
+def find_unequal_copies(trainer: Trainer) -> Any:
     """Return the copies that differ between the ranks of a replica."""
     return trainer.training.setup.layout.find_unequal_copies(
         {**trainer.training.setup.parameters, **dict(trainer.model.named_buffers())}
     )
 
 
-def odd() -> nn.Module:
+def make_odd_mlp() -> nn.Module:
     return nn.Sequential(
         nn.Linear(10, 15),
         nn.LayerNorm(15),
@@ -703,21 +723,29 @@ def test_copies_inside_a_replica_stay_bit_equal(pool: Launcher, reduce: str) -> 
     with Launcher(6) as six:
         chosen = resolve_text(f"local(3, every=1, reduce={reduce}) * tensor(2)")
         assert (
-            six.run(observe_steps, vectors(model=odd), chosen, 9, unequal, size=6, timeout=60)
+            six.run(
+                observe_steps,
+                make_vectors_job(model=make_odd_mlp),
+                chosen,
+                9,
+                find_unequal_copies,
+                size=6,
+                timeout=60,
+            )
             == [[None] * 9] * 6
         )
 
 
-def scheduled_free(world: World, every: int) -> State:
+def train_schedule_free(world: World, every: int) -> State:
     """Return the weights that a test uses on this rank, right after an average or not."""
     schedulefree = pytest.importorskip("schedulefree")
-    made = vectors(optimizer=functools.partial(schedulefree.SGDScheduleFree, lr=0.1))
+    made = make_vectors_job(optimizer=functools.partial(schedulefree.SGDScheduleFree, lr=0.1))
     trainer = Trainer.build_for_job(world, made, resolve_text(f"local(2, every={every})"))
     try:
         for fetched in trainer.batches(made.train, made.batch, 0):
             trainer.step(*separate_target(fetched))
         with trainer.use_evaluation_weights():
-            return copied(dict(trainer.model.named_parameters()))
+            return copy_tensors(dict(trainer.model.named_parameters()))
     finally:
         trainer.close()
 
@@ -729,12 +757,12 @@ def test_optimizer_with_modes_is_evaluated_as_one_model(pool: Launcher, every: i
     A test then added up the results of two models.
     """
     pytest.importorskip("schedulefree")
-    tested = pool.run(scheduled_free, every, size=2)
-    assert close(tested[0], tested[1], 0.0)
+    tested = pool.run(train_schedule_free, every, size=2)
+    assert is_close(tested[0], tested[1], 0.0)
 
 
 # ---- runs ------------------------------------------------------------------------------------
-def images(**changes: Any) -> pg.Job:
+def make_tested_job(**changes: Any) -> pg.Job:
     tested = {"epochs": 4, "test": VECTORS, "metric": pg.accuracy, "optimizer": plain}
     return make_job("images", make_mlp, VECTORS).replace(**{**tested, **changes})
 
@@ -742,7 +770,7 @@ def images(**changes: Any) -> pg.Job:
 def test_averaging_and_evaluation_bytes_are_recorded_apart(
     tmp_path: Path,
 ) -> None:
-    run = pg.train(images(), "local(4, every=4)", runs=tmp_path)
+    run = pg.train(make_tested_job(), "local(4, every=4)", runs=tmp_path)
     record = Record(run.folder)
     parameters = 10 * 16 + 16 + 16 * 4 + 4
     sent = [line["sent"] for line in record.select_lines("step", 0)]
@@ -759,11 +787,11 @@ def test_averaging_and_evaluation_bytes_are_recorded_apart(
 def test_evaluation_does_not_change_the_training(tmp_path: Path) -> None:
     """A training with a test after every epoch is bit-equal to one without tests."""
     tested, not_tested = (
-        pg.train(images(**changes), "local(3, every=5, outer=nesterov)", runs=tmp_path)
+        pg.train(make_tested_job(**changes), "local(3, every=5, outer=nesterov)", runs=tmp_path)
         for changes in ({}, {"test": None, "metric": None})
     )
     assert tested.losses == not_tested.losses
-    assert close(tested.model().state_dict(), not_tested.model().state_dict(), 0.0)
+    assert is_close(tested.model().state_dict(), not_tested.model().state_dict(), 0.0)
 
 
 def test_saved_model_is_the_final_mean(tmp_path: Path, pool: Launcher) -> None:
@@ -771,10 +799,10 @@ def test_saved_model_is_the_final_mean(tmp_path: Path, pool: Launcher) -> None:
 
     Before, each one is a serial training on its own shares.
     """
-    made = vectors(epochs=2)
+    made = make_vectors_job(epochs=2)
     run = pg.train(made, "local(2, every=end)", runs=tmp_path)
     assert not any(line["sent"] for line in Record(run.folder).select_lines("step", 0))
-    ranks = steps_on(pool, made, "local(2, every=end)", 6)
+    ranks = observe_states_on_ranks(pool, made, "local(2, every=end)", 6)
     weights = [
         sum(line["loss"][1] for line in Record(run.folder).select_lines("step", rank))
         for rank in range(2)
@@ -785,7 +813,7 @@ def test_saved_model_is_the_final_mean(tmp_path: Path, pool: Launcher) -> None:
         / sum(weights)
         for name in ranks[0][6][1]
     }
-    assert close(run.model().state_dict(), mean)  # type: ignore[arg-type]
+    assert is_close(run.model().state_dict(), mean)  # type: ignore[arg-type]
 
 
 def test_optimizer_states_are_averaged() -> None:
@@ -811,7 +839,7 @@ def test_optimizer_states_are_averaged() -> None:
 def test_planted_weight_division_is_detected(tmp_path: Path) -> None:
     """The fault also divides the weight twice. Earlier, that hid the fault."""
     whole, planted = (
-        pg.train(vectors(), "local(2, every=1, reduce=ring)", runs=tmp_path, **more)
+        pg.train(make_vectors_job(), "local(2, every=1, reduce=ring)", runs=tmp_path, **more)
         for more in ({}, {"inject_fault": "mean_twice", "skip_schedule_check": True})
     )
     assert whole.losses != planted.losses
@@ -823,7 +851,7 @@ def test_checkpoints_resume_under_other_strategies(tmp_path: Path, outer: str) -
 
     State that only this strategy has is left out on resume, and the record names it.
     """
-    made = images(optimizer=functools.partial(torch.optim.Adam, lr=0.01))
+    made = make_tested_job(optimizer=functools.partial(torch.optim.Adam, lr=0.01))
     text = f"local(2, every=2, outer={outer})"
     first = pg.train(made.replace(epochs=2), text, runs=tmp_path, save=3)
     folder = first.folder / "checkpoint-00000006"
@@ -853,7 +881,7 @@ def test_checkpoints_resume_under_other_strategies(tmp_path: Path, outer: str) -
 
 
 def test_damaged_or_missing_strategy_file_is_found(tmp_path: Path) -> None:
-    made = images(epochs=2)
+    made = make_tested_job(epochs=2)
     first = pg.train(made, "local(2, every=2, outer=nesterov)", runs=tmp_path, save=3)
     (first.folder / "checkpoint-00000006" / "strategy.safetensors").unlink()
     with pytest.warns(UserWarning, match=r"strategy\.safetensors"):
@@ -868,16 +896,16 @@ def test_outer_momentum_is_saved(tmp_path: Path) -> None:
 
     Plain SGD has no state that differs between replicas.
     """
-    made = vectors(epochs=4)
+    made = make_vectors_job(epochs=4)
     text = "local(2, every=3, outer=nesterov)"
     whole = pg.train(made, text, runs=tmp_path)
     first = pg.train(made.replace(epochs=2), text, runs=tmp_path, save=6)
     resumed = pg.train(made, text, runs=tmp_path, resume=first.folder)
-    assert close(whole.model().state_dict(), resumed.model().state_dict())
+    assert is_close(whole.model().state_dict(), resumed.model().state_dict())
 
 
 # ---- a user's own loop -----------------------------------------------------------------------
-def own_loop(world: World, text: str, stopped: int) -> tuple[list[bool], State, State]:
+def train_in_user_loop(world: World, text: str, stopped: int) -> tuple[list[bool], State, State]:
     model = make_mlp()
     optimizer = plain(model.parameters())
     stops = []
@@ -903,14 +931,14 @@ def test_final_model_is_the_mean(pool: Launcher, text: str) -> None:
     Earlier, they reported it one step later, in the next round.
     """
     size = resolve_text(text).size
-    found = pool.run(own_loop, text, size - 1, size=size)
+    found = pool.run(train_in_user_loop, text, size - 1, size=size)
     assert [each[0] for each in found] == [[False] * 2 + [True] * 7] * size
     for _, stood, model in found:
-        assert close(stood, model, 0.0)
-        assert close(model, found[0][2], 0.0)
+        assert is_close(stood, model, 0.0)
+        assert is_close(model, found[0][2], 0.0)
 
 
-def early_end(world: World) -> None:
+def leave_loop_early(world: World) -> None:
     """Run a loop that rank 0 leaves early, as by the loss of a step.
 
     That loss differs between ranks.
@@ -936,10 +964,10 @@ def test_ranks_that_end_at_different_steps_are_reported(pool: Launcher) -> None:
         r"a value that is the same on all ranks"
     )
     with Launcher(2) as two, pytest.raises(pg.RankFailed, match=says):
-        two.run(early_end, size=2, timeout=20)
+        two.run(leave_loop_early, size=2, timeout=20)
 
 
-def frozen_late(world: World, freeze: bool) -> None:
+def change_freezing_late(world: World, freeze: bool) -> None:
     model = make_mlp()
     model[0].requires_grad_(freeze)
     with pg.parallelize(
@@ -960,11 +988,11 @@ def test_late_freezing_and_unfreezing_is_reported(freeze: bool) -> None:
         Launcher(2) as two,
         pytest.raises(pg.RankFailed, match="frozen or unfrozen after step 0") as caught,
     ):
-        two.run(frozen_late, freeze, size=2)
+        two.run(change_freezing_late, freeze, size=2)
     assert caught.value.tensor == "0.weight, 0.bias"
 
 
-def states_at_the_end(world: World, text: str) -> dict[str, State]:
+def get_final_optimizer_states(world: World, text: str) -> dict[str, State]:
     model = make_mlp()
     optimizer = heavy(model.parameters())
     with pg.parallelize(model, nn.functional.cross_entropy, optimizer, text) as trainer:
@@ -978,14 +1006,14 @@ def states_at_the_end(world: World, text: str) -> dict[str, State]:
 )
 def test_final_optimizer_state_is_averaged_on_every_rank(pool: Launcher, text: str) -> None:
     """Earlier, if the model was cut, only the first replica had an optimizer state at the end."""
-    found = pool.run(states_at_the_end, text, size=resolve_text(text).size)
+    found = pool.run(get_final_optimizer_states, text, size=resolve_text(text).size)
     assert set(found[0]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
     for rank in found:
         for name, state in found[0].items():
             assert torch.equal(rank[name]["momentum_buffer"], state["momentum_buffer"])
 
 
-def stopped_at_an_epochs_end(world: World, checked: Any, folder: Path, origin: float) -> str:
+def train_and_stop(world: World, checked: Any, folder: Path, origin: float) -> str:
     world.stop.set()
     try:
         return train_rank(world, checked, folder, origin)
@@ -995,11 +1023,8 @@ def stopped_at_an_epochs_end(world: World, checked: Any, folder: Path, origin: f
 
 def test_stop_request_is_handled_after_an_epoch(pool: Launcher, tmp_path: Path) -> None:
     """Earlier, under every=end and without a test, all epochs were trained before the stop."""
-    checked = validate_run(vectors(), "local(2, every=end)")
-    assert (
-        checked.run_on_ranks(pool, stopped_at_an_epochs_end, checked, tmp_path, 0.0)
-        == ["stopped"] * 2
-    )
+    checked = validate_run(make_vectors_job(), "local(2, every=end)")
+    assert checked.run_on_ranks(pool, train_and_stop, checked, tmp_path, 0.0) == ["stopped"] * 2
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-00000003"]
 
 
@@ -1010,9 +1035,9 @@ def test_stop_request_during_averaging_is_handled_there(
     pool: Launcher, tmp_path: Path, text: str
 ) -> None:
     """Earlier, the run was saved one step into the next round, where replicas differ."""
-    checked = validate_run(vectors(), text)
+    checked = validate_run(make_vectors_job(), text)
     assert (
-        checked.run_on_ranks(pool, stopped_at_an_epochs_end, checked, tmp_path, 0.0)
+        checked.run_on_ranks(pool, train_and_stop, checked, tmp_path, 0.0)
         == ["stopped"] * checked.resolved.size
     )
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-00000002"]
@@ -1045,7 +1070,7 @@ def test_invalid_input_is_refused_with_the_repair(text: str, says: str) -> None:
 
 def test_more_workers_than_samples_are_refused() -> None:
     with pytest.raises(pg.Refused, match="give a batch of at least 13"):
-        pg.train(vectors(), "local(13)")
+        pg.train(make_vectors_job(), "local(13)")
 
 
 @pytest.mark.parametrize(
@@ -1069,8 +1094,8 @@ def test_outer_optimizer_that_never_steps_is_refused(text: str, says: str) -> No
     whole run moved the weights a third too far.
     """
     with pytest.raises(pg.Refused, match=rf"job vectors makes 12 step\(s\), and .*{says}"):
-        validate_run(vectors(), text)
-    validate_run(vectors(epochs=5), text)
+        validate_run(make_vectors_job(), text)
+    validate_run(make_vectors_job(epochs=5), text)
 
 
 @pytest.mark.parametrize(
@@ -1093,8 +1118,8 @@ def test_outer_optimizer_that_never_steps_is_refused(text: str, says: str) -> No
 )
 def test_never_or_always_averaging_is_reported_at_start(text: str, says: str) -> None:
     with pytest.warns(UserWarning, match=rf"job vectors makes 12 step\(s\), .*{says}"):
-        validate_run(vectors(), text)
-    validate_run(vectors(epochs=5), text)
+        validate_run(make_vectors_job(), text)
+    validate_run(make_vectors_job(epochs=5), text)
 
 
 @pytest.mark.parametrize(
@@ -1107,8 +1132,8 @@ def test_never_or_always_averaging_is_reported_at_start(text: str, says: str) ->
     ],
 )
 def test_suitable_intervals_are_not_reported(text: str) -> None:
-    validate_run(vectors(), text)
-    validate_run(vectors(epochs=0), text)
+    validate_run(make_vectors_job(), text)
+    validate_run(make_vectors_job(epochs=0), text)
 
 
 class Masters(torch.optim.SGD):
@@ -1153,7 +1178,7 @@ class Decaying(torch.optim.SGD):
             parameter.data.mul_(0.95).sub_(0.01 * parameter.data.norm() * mean.sign())
 
 
-def kept_by(kind: Any, dtype: torch.dtype = torch.float32, **more: Any) -> bool:
+def has_copies(kind: Any, dtype: torch.dtype = torch.float32, **more: Any) -> bool:
     return has_weight_copies(
         kind(nn.Sequential(*make_mlp(), nn.BatchNorm1d(4)).to(dtype).parameters(), lr=0.1, **more)
     )
@@ -1161,10 +1186,10 @@ def kept_by(kind: Any, dtype: torch.dtype = torch.float32, **more: Any) -> bool:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_optimizer_with_weight_copies_is_detected(dtype: torch.dtype) -> None:
-    assert kept_by(Masters, dtype)
-    assert kept_by(SlowWeights, dtype)
-    assert not kept_by(Decaying, dtype)
-    assert not kept_by(Replacing, dtype)
+    assert has_copies(Masters, dtype)
+    assert has_copies(SlowWeights, dtype)
+    assert not has_copies(Decaying, dtype)
+    assert not has_copies(Replacing, dtype)
 
 
 @pytest.mark.parametrize(
@@ -1185,7 +1210,7 @@ def test_optimizer_with_weight_copies_is_detected(dtype: torch.dtype) -> None:
     ],
 )
 def test_torch_optimizers_keep_no_weight_copies(name: str) -> None:
-    assert not kept_by(getattr(torch.optim, name))
+    assert not has_copies(getattr(torch.optim, name))
 
 
 @pytest.mark.parametrize("kind", [Masters, SlowWeights])
@@ -1196,7 +1221,7 @@ def test_optimizer_that_undoes_averaging_is_refused(kind: Any, text: str) -> Non
     Earlier, the next step of this optimizer wrote its own copies over them.
     """
     says = f"{kind.__name__} continues from its own copies of the weights .* data\\(n\\)"
-    made = vectors(optimizer=functools.partial(kind, lr=0.1))
+    made = make_vectors_job(optimizer=functools.partial(kind, lr=0.1))
     with pytest.raises(pg.Refused, match=says):
         validate_run(made, text)
     with (
@@ -1227,7 +1252,7 @@ def test_optimizer_with_modes_and_a_center_is_refused_at_start(outer: str) -> No
         rf"Moded has weights for training and others for tests, and {outer} has a "
         rf"centre of one kind only"
     )
-    made = vectors(optimizer=functools.partial(Moded, lr=0.1))
+    made = make_vectors_job(optimizer=functools.partial(Moded, lr=0.1))
     text = f"local(1, outer={outer})"
     with pytest.raises(pg.Refused, match=says):
         validate_run(made, text)
@@ -1245,9 +1270,9 @@ def test_optimizer_with_modes_and_a_center_is_refused_at_start(outer: str) -> No
 
 
 # ---- waiting ---------------------------------------------------------------------------------
-def slow_one(world: World) -> None:
+def wait_in_second_step(world: World) -> None:
     """Keep rank 1 in its second step until rank 0 has given up waiting for it."""
-    made = vectors()
+    made = make_vectors_job()
     trainer = Trainer.build_for_job(world, made, resolve_text("local(2, every=2)"))
     try:
         for number, fetched in enumerate(trainer.batches(made.train, made.batch, 0)):
@@ -1272,7 +1297,7 @@ def test_long_wait_for_a_slow_replica_has_a_repair(backend: str) -> None:
         "them meet more often"
     )
     with Launcher(2) as two, pytest.raises(pg.RankFailed, match=says):
-        two.run(slow_one, size=2, timeout=2.0, backend=backend)
+        two.run(wait_in_second_step, size=2, timeout=2.0, backend=backend)
 
 
 @pytest.mark.parametrize(
@@ -1280,7 +1305,7 @@ def test_long_wait_for_a_slow_replica_has_a_repair(backend: str) -> None:
 )
 def test_straggler_warning_follows_the_averaging_interval(text: str, after: float) -> None:
     """Earlier, the warning said that a slow replica was still loading or gone."""
-    trainer = Trainer.build_for_job(World(), vectors(), resolve_text(text))
+    trainer = Trainer.build_for_job(World(), make_vectors_job(), resolve_text(text))
     assert trainer.training.monitor.slow_after == after
     trainer.close()
 
@@ -1301,7 +1326,7 @@ def test_record_says_if_gradients_overlap(
     tmp_path: Path, text: str, overlap: bool, told: list[str]
 ) -> None:
     """Earlier, `local` reported overlap too, although nothing is sent in a step."""
-    run = pg.train(vectors(epochs=2), text, runs=tmp_path, overlap=overlap)
+    run = pg.train(make_vectors_job(epochs=2), text, runs=tmp_path, overlap=overlap)
     assert [
         line["picked"]
         for line in Record(run.folder).select_lines("choice", 0)

@@ -13,7 +13,7 @@ from paragrad.parallel.branch.branch_detection import assign_branches, find_fork
 pytestmark = pytest.mark.pure
 
 
-def found(model: nn.Module, *inputs: Tensor, ranks: int = 2) -> list[set[str]]:
+def find_branches(model: nn.Module, *inputs: Tensor, ranks: int = 2) -> list[set[str]]:
     """Return the modules of each branch, for each fork. Each function counts as one second."""
     with torch.no_grad():
         nodes, ends = record_functions(model, inputs)
@@ -25,29 +25,29 @@ def found(model: nn.Module, *inputs: Tensor, ranks: int = 2) -> list[set[str]]:
 
 
 def test_two_forks_of_four_branches() -> None:
-    one, two = found(pg.job("inception-digits").model(), torch.randn(2, 1, 8, 8))
+    one, two = find_branches(pg.job("inception-digits").model(), torch.randn(2, 1, 8, 8))
     assert one == {"2.one", "2.three.0 2.three.2", "2.five.0 2.five.2", "2.pool.1"}
     assert two == {each.replace("2.", "4.", 1).replace(" 2.", " 4.") for each in one}
 
 
 def test_concatenated_and_summed_branches_are_found() -> None:
     """A module that two branches call makes them one branch."""
-    one, two = found(Forking(), torch.randn(2, 2, 8, 8))
+    one, two = find_branches(Forking(), torch.randn(2, 2, 8, 8))
     assert {each[:7] for each in one} == {"first.0", "first.1", "first.2"}
     assert len(two) == 2
     assert {"second.0"} < two
 
 
 def test_skip_connections_towers_and_tuples() -> None:
-    assert found(Residual(), torch.randn(2, 2, 8, 8)) == [{"first depth groups", "around"}]
-    assert found(Towers(), torch.randn(2, 10)) == [{"left.0 left.1 left.4", "right.0 lstm"}]
-    assert found(Experts(), torch.randn(2, 10)) == [
+    assert find_branches(Residual(), torch.randn(2, 2, 8, 8)) == [{"first depth groups", "around"}]
+    assert find_branches(Towers(), torch.randn(2, 10)) == [{"left.0 left.1 left.4", "right.0 lstm"}]
+    assert find_branches(Experts(), torch.randn(2, 10)) == [
         {"each.0.0 each.0.2", "each.1.0 each.1.2", "each.2.0 each.2.2"}
     ]
 
 
 def test_chain_has_no_branches() -> None:
-    assert found(make_deep_mlp(), torch.randn(2, 10)) == []
+    assert find_branches(make_deep_mlp(), torch.randn(2, 10)) == []
 
 
 class Nested(nn.Module):
@@ -70,7 +70,7 @@ class Nested(nn.Module):
 
 def test_long_branch_is_searched_for_inner_forks() -> None:
     pairs = [{"arms.0.0 arms.0.2", "arms.1.0 arms.1.2"}, {"arms.2.0 arms.2.2", "arms.3.0 arms.3.2"}]
-    assert [each for each in found(Nested(), torch.randn(2, 4)) if len(each) > 1] == pairs
+    assert [each for each in find_branches(Nested(), torch.randn(2, 4)) if len(each) > 1] == pairs
 
 
 def test_longest_branch_goes_to_the_least_loaded_rank() -> None:

@@ -41,28 +41,32 @@ pytestmark = pytest.mark.processes
 CPU = torch.device("cpu")
 
 
-def compressor(text: str) -> Compressor:
+def resolve_compressor(text: str) -> Compressor:
     found = strategy(f"data(2, compress={text})").compress  # type: ignore[attr-defined]
     assert isinstance(found, Compressor)
     return found
 
 
-def one_rank(codec: Codec, vector: Tensor, draw: int = 0) -> tuple[Payload, Tensor | None]:
+def compress_on_one_rank(
+    codec: Codec, vector: Tensor, draw: int = 0
+) -> tuple[Payload, Tensor | None]:
     """Return the payload and the agreement of a world of one rank."""
     asked = codec.propose_agreement(vector)
     agreed = None if asked is None else codec.conclude_agreement(asked)
     return codec.compress(vector, agreed, draw), agreed
 
 
-def through(text: str, vector: Tensor, shape: Sequence[int] | None = None, draw: int = 0) -> Tensor:
+def compress_and_extract(
+    text: str, vector: Tensor, shape: Sequence[int] | None = None, draw: int = 0
+) -> Tensor:
     """Return the vector after compression and extraction."""
-    codec = build_codec(compressor(text), shape or vector.shape)
-    payload, agreed = one_rank(codec, vector, draw)
+    codec = build_codec(resolve_compressor(text), shape or vector.shape)
+    payload, agreed = compress_on_one_rank(codec, vector, draw)
     return codec.extract(payload, agreed).to(vector.dtype)
 
 
 @st.composite
-def vectors(draw: st.DrawFn) -> Tensor:
+def draw_vectors(draw: st.DrawFn) -> Tensor:
     """Draw vectors of odd lengths, over several chunks, with zeros and any magnitudes."""
     elements = draw(st.integers(1, 3 * CHUNK_ELEMENTS + 7))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
@@ -75,7 +79,7 @@ def vectors(draw: st.DrawFn) -> Tensor:
 
 
 # ---- error of the extracted vector --------------------
-@given(vectors(), st.sampled_from([0.001, 0.01, 0.3, 1.0]))
+@given(draw_vectors(), st.sampled_from([0.001, 0.01, 0.3, 1.0]))
 def test_top_k_sends_the_k_largest_entries(vector: Tensor, ratio: float) -> None:
     found = find_largest(vector, count := count_top_entries(ratio, len(vector)))
     assert (
@@ -87,7 +91,7 @@ def test_top_k_sends_the_k_largest_entries(vector: Tensor, ratio: float) -> None
     left = torch.ones(len(vector), dtype=torch.bool)
     left[found] = False
     assert not left.any() or vector[left].abs().max() <= vector[found].abs().min()
-    out = through(f"top_k({ratio})", vector)
+    out = compress_and_extract(f"top_k({ratio})", vector)
     assert torch.equal(out[found], vector[found])
     # the sent part has at least this ratio of the squared norm (Stich et al. 2018, lemma A.1)
     assert float((vector - out).square().sum()) <= (1 - count / len(vector)) * float(
@@ -123,15 +127,15 @@ def test_largest_entries_are_found_with_a_bad_sample(
     )
 
 
-@given(vectors(), st.floats(0.0, 2.0))
+@given(draw_vectors(), st.floats(0.0, 2.0))
 def test_threshold_sends_exact_values_above_it(vector: Tensor, at: float) -> None:
-    out = through(f"threshold({at!r})", vector)
+    out = compress_and_extract(f"threshold({at!r})", vector)
     assert torch.equal(out, torch.where(vector.abs() > at, vector, 0.0))
 
 
-@given(vectors(), st.integers(0, 2**32 - 1))
+@given(draw_vectors(), st.integers(0, 2**32 - 1))
 def test_int8_is_within_a_step_of_its_chunk(vector: Tensor, draw: int) -> None:
-    out = through("int8", vector, draw=draw)
+    out = compress_and_extract("int8", vector, draw=draw)
     for start in range(0, len(vector), CHUNK_ELEMENTS):
         chunk = vector[start : start + CHUNK_ELEMENTS]
         step = float(chunk.abs().max()) / 127
@@ -147,16 +151,16 @@ def test_int8_is_unbiased() -> None:
     Rounding to the nearest would be off by up to half a step.
     """
     vector = torch.linspace(-1.0, 1.0, 257, dtype=torch.float64)
-    codec = build_codec(compressor("int8"), vector.shape)
+    codec = build_codec(resolve_compressor("int8"), vector.shape)
     every = torch.stack([codec.extract(codec.compress(vector, None, draw)) for draw in range(4000)])
     error = (every.mean(0) - vector).abs()
     assert bool((error <= 5 * every.std(0) / math.sqrt(4000) + 1e-9).all())
     assert len(every.unique(dim=0)) > 1000
 
 
-@given(vectors())
+@given(draw_vectors())
 def test_one_bit_sends_the_means_of_a_chunk(vector: Tensor) -> None:
-    out = through("one_bit", vector)
+    out = compress_and_extract("one_bit", vector)
     for start in range(0, len(vector), CHUNK_ELEMENTS):
         chunk = vector[start : start + CHUNK_ELEMENTS]
         found = out[start : start + CHUNK_ELEMENTS]
@@ -169,12 +173,19 @@ def test_one_bit_sends_the_means_of_a_chunk(vector: Tensor) -> None:
                 )
 
 
-@given(vectors())
+@given(draw_vectors())
 def test_half_precision_is_within_half_a_unit_in_last_place(vector: Tensor) -> None:
-    assert bool(((through("bf16", vector) - vector).abs() <= vector.abs() * 2.0**-8 + 1e-38).all())
+    assert bool(
+        (
+            (compress_and_extract("bf16", vector) - vector).abs() <= vector.abs() * 2.0**-8 + 1e-38
+        ).all()
+    )
     top = float(vector.abs().max())
     assert bool(
-        ((through("fp16", vector) - vector).abs() <= vector.abs() * 2.0**-11 + top * 2.0**-38).all()
+        (
+            (compress_and_extract("fp16", vector) - vector).abs()
+            <= vector.abs() * 2.0**-11 + top * 2.0**-38
+        ).all()
     )
 
 
@@ -187,10 +198,10 @@ def test_power_sgd_is_lossless_at_full_rank_else_a_projection(
     low = (
         narrow @ torch.randn(narrow.shape[1], others, generator=generator, dtype=torch.float64)
     ).view(-1)
-    out = through(f"power_sgd({columns})", low, (rows, others))
+    out = compress_and_extract(f"power_sgd({columns})", low, (rows, others))
     assert float((out - low).norm()) <= 1e-6 * float(low.norm())
     full = torch.randn(rows * others, generator=generator, dtype=torch.float64)
-    left = full - through(f"power_sgd({columns})", full, (rows, others))
+    left = full - compress_and_extract(f"power_sgd({columns})", full, (rows, others))
     assert float(left.norm()) <= float(full.norm()) * (1 + 1e-9)
     # the rest is orthogonal to the sent part
     assert abs(float(left @ (full - left))) <= 1e-6 * float(full @ full)
@@ -202,9 +213,9 @@ def test_power_sgd_continues_from_the_last_step() -> None:
     Repeated on the same matrix, it gives the largest singular vectors.
     """
     matrix = torch.randn(30, 20, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    codec = build_codec(compressor("power_sgd(2)"), matrix.shape)
+    codec = build_codec(resolve_compressor("power_sgd(2)"), matrix.shape)
     for _ in range(200):
-        payload, agreed = one_rank(codec, matrix.view(-1))
+        payload, agreed = compress_on_one_rank(codec, matrix.view(-1))
         codec.adopt_sum(payload)
     u, s, v = torch.linalg.svd(matrix)
     best = (u[:, :2] * s[:2]) @ v[:2]
@@ -217,14 +228,14 @@ def test_power_sgd_restarts_after_a_zero_factor() -> None:
     A gradient is zero below a head that begins as zeros. The next factor is then the first rows of
     the matrix. Those can always be 0, such as the padding rows of an embedding.
     """
-    codec = build_codec(compressor("power_sgd(2)"), (100, 60))
+    codec = build_codec(resolve_compressor("power_sgd(2)"), (100, 60))
     feedback = ErrorFeedback()
     generator = torch.Generator().manual_seed(5)
     for step in range(30):
         matrix = torch.randn(100, 60, generator=generator, dtype=torch.float64) * (step > 0)
         matrix[:2] = 0.0
         vector = feedback.compensate_gradient("w", matrix, 1.0)
-        payload, agreed = one_rank(codec, vector)
+        payload, agreed = compress_on_one_rank(codec, vector)
         feedback.note_sent("w", codec, payload, agreed)
         codec.adopt_sum(payload)
     assert float(codec.extract(payload, agreed).norm()) > 0
@@ -238,7 +249,7 @@ def test_fp16_of_float64_handles_its_range() -> None:
     """
     for most in (1e60, 1e-320, 1e300):
         vector = torch.tensor([most, -most / 2, 0.0], dtype=torch.float64)
-        out = through("fp16", vector)
+        out = compress_and_extract("fp16", vector)
         assert float((out - vector).abs().max()) <= most * 2.0**-11 + 2.0**-149
 
 
@@ -249,14 +260,14 @@ def test_fp16_of_float64_handles_its_range() -> None:
         (text, shape)
         for text in ("top_k(0.01)", "one_bit", "int8", "power_sgd(2)", "bf16", "fp16", "dgc(0.01)")
         for shape in ((64, 32), (2049,), (17, 5, 3, 11), (30, 4096))
-        if compressor(text).compresses(shape)
+        if resolve_compressor(text).compresses(shape)
     ],
 )
 def test_payload_size_is_what_the_compressor_says(text: str, shape: tuple[int, ...]) -> None:
-    chosen = compressor(text)
+    chosen = resolve_compressor(text)
     vector = torch.randn(math.prod(shape), generator=torch.Generator().manual_seed(1))
     codec = build_codec(chosen, shape)
-    payload, _ = one_rank(codec, vector)
+    payload, _ = compress_on_one_rank(codec, vector)
     wanted = chosen.sends(shape, 4)
     # the factor that all ranks agree on is sent before
     if isinstance(codec, PowerSgdCodec):
@@ -270,12 +281,12 @@ def test_small_tensors_are_not_compressed() -> None:
             name, name
         )
         halves = name in ("bf16", "fp16")
-        assert compressor(text).compresses((MIN_COMPRESSED_ELEMENTS - 1,)) is halves
-        assert compressor(text).compresses(
+        assert resolve_compressor(text).compresses((MIN_COMPRESSED_ELEMENTS - 1,)) is halves
+        assert resolve_compressor(text).compresses(
             (2 * MIN_COMPRESSED_ELEMENTS, 2 * MIN_COMPRESSED_ELEMENTS)
         )
     # its factors would be twice as large as the matrix
-    assert not compressor("power_sgd(64)").compresses((64, 64))
+    assert not resolve_compressor("power_sgd(64)").compresses((64, 64))
     assert compute_matrix_shape((8, 3, 5, 5)) == (8, 75)
 
 
@@ -301,7 +312,7 @@ def test_non_finite_values_are_refused(text: str, value: float) -> None:
     vector = torch.randn(40_000)
     vector[12_345] = value
     with pytest.raises(StepFailed, match="not finite"):
-        through(text, vector, (200, 200))
+        compress_and_extract(text, vector, (200, 200))
 
 
 # ---- residuals --------------------
@@ -316,14 +327,14 @@ def test_sent_and_kept_values_sum_to_all_gradients(text: str, steps: int, seed: 
     generator = torch.Generator().manual_seed(seed)
     shape = (60, 70)
     feedback = ErrorFeedback()
-    codec = build_codec(compressor(text), (60, 70))
+    codec = build_codec(resolve_compressor(text), (60, 70))
     whole = torch.zeros(shape, dtype=torch.float64)
     sent = torch.zeros(60 * 70, dtype=torch.float64)
     for _ in range(steps):
         gradient = torch.randn(shape, generator=generator, dtype=torch.float64)
         whole += 0.25 * gradient
         vector = feedback.compensate_gradient("w", gradient, 0.25)
-        payload, agreed = one_rank(codec, vector)
+        payload, agreed = compress_on_one_rank(codec, vector)
         codec.add(payload, sent, agreed)
         feedback.note_sent("w", codec, payload, agreed)
         codec.adopt_sum(payload)
@@ -346,7 +357,7 @@ def test_momentum_correction_equals_the_closed_form(
     generator = torch.Generator().manual_seed(seed)
     elements = 3000
     feedback = MomentumCorrection(lambda name: (momentum, nesterov))
-    codec = build_codec(compressor("dgc(0.05)"), (elements,))
+    codec = build_codec(resolve_compressor("dgc(0.05)"), (elements,))
     gradients = []
     last = torch.full((elements,), -1)
     for step in range(steps):
@@ -355,7 +366,9 @@ def test_momentum_correction_equals_the_closed_form(
         payload = codec.compress(vector)
         wanted = torch.zeros(elements, dtype=torch.float64)
         for t, gradient in enumerate(gradients):
-            wanted += torch.where(t > last, gradient * updates(step - t, momentum, nesterov), 0.0)
+            wanted += torch.where(
+                t > last, gradient * sum_update_factors(step - t, momentum, nesterov), 0.0
+            )
         assert torch.allclose(vector, wanted, atol=1e-12)
         assert torch.equal(payload[1], vector[payload[0].long()])
         feedback.note_sent("w", codec, payload, None)
@@ -369,7 +382,7 @@ def test_momentum_correction_equals_the_closed_form(
 def test_without_masking_no_momentum_is_lost(nesterov: bool) -> None:
     """Sent and kept values add up to all updates that SGD with momentum makes of all gradients."""
     feedback = MomentumCorrection(lambda name: (0.9, nesterov), masking=False)
-    codec = build_codec(compressor("dgc(0.05)"), (3000,))
+    codec = build_codec(resolve_compressor("dgc(0.05)"), (3000,))
     sent = torch.zeros(3000, dtype=torch.float64)
     gradients = []
     generator = torch.Generator().manual_seed(4)
@@ -378,11 +391,13 @@ def test_without_masking_no_momentum_is_lost(nesterov: bool) -> None:
         payload = codec.compress(feedback.compensate_gradient("w", gradients[-1], 1.0))
         feedback.note_sent("w", codec, payload, None)
         codec.add(payload, sent)
-        whole = sum(each * updates(step - t, 0.9, nesterov) for t, each in enumerate(gradients))
+        whole = sum(
+            each * sum_update_factors(step - t, 0.9, nesterov) for t, each in enumerate(gradients)
+        )
         assert torch.allclose(sent + feedback.residual["w"], whole, atol=1e-11)
 
 
-def updates(after: int, momentum: float, nesterov: bool) -> float:
+def sum_update_factors(after: int, momentum: float, nesterov: bool) -> float:
     """Return the factor of a gradient in the weights, so many steps after its own step."""
     powers = [momentum**each for each in range(after + 2)]
     return sum(powers) if nesterov else sum(powers[:-1])

@@ -57,40 +57,40 @@ SMALL = "2.weight"
 STEPS = 7
 
 
-def wide() -> nn.Module:
+def make_wide_mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(10, 220), nn.Tanh(), nn.Linear(220, 4))
 
 
-def vectors(**changes: Any) -> pg.Job:
-    return make_job("vectors", wide, VECTORS).replace(
+def make_vectors_job(**changes: Any) -> pg.Job:
+    return make_job("vectors", make_wide_mlp, VECTORS).replace(
         **{"epochs": 4, "dtype": torch.float64, "optimizer": plain, **changes}
     )
 
 
-def weights(trainer: Trainer) -> State:
+def copy_weights(trainer: Trainer) -> State:
     return {name: each.detach().clone() for name, each in trainer.model.named_parameters()}
 
 
-def steps_on(
+def observe_steps_on_ranks(
     pool: Launcher,
     made: pg.Job,
     text: str,
     steps: int = STEPS,
-    look: Callable[[Trainer], Any] = weights,
+    look: Callable[[Trainer], Any] = copy_weights,
 ) -> list[list[Any]]:
     chosen = resolve_text(text)
     return pool.run(observe_steps, made, chosen, steps, look, size=chosen.size)
 
 
-def equal(one: State, other: State) -> bool:
+def is_equal(one: State, other: State) -> bool:
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
-def close(one: State, other: State, within: float = 1e-11) -> bool:
+def is_close(one: State, other: State, within: float = 1e-11) -> bool:
     return all(torch.allclose(one[name], other[name], rtol=0, atol=within) for name in one)
 
 
-def parts_of(made: pg.Job, model: nn.Module, shares: list[int], steps: int) -> Any:
+def compute_gradient_parts(made: pg.Job, model: nn.Module, shares: list[int], steps: int) -> Any:
     """Yield for each step each rank's part of the mean gradient, and its fraction of the batch.
 
     Plain torch computes the gradients by the current weights of the model.
@@ -162,9 +162,14 @@ def test_lossless_compression_of_a_pipeline_equals_serial(pool: Launcher, text: 
     task = functools.partial(call_with_small_tensors_compressed, measure_distances)
     assert (
         max(
-            pool.run(task, vectors(optimizer=heavy), resolve_text(text), Settings(), STEPS, size=4)[
-                0
-            ]
+            pool.run(
+                task,
+                make_vectors_job(optimizer=heavy),
+                resolve_text(text),
+                Settings(),
+                STEPS,
+                size=4,
+            )[0]
         )
         < 1e-10
     )
@@ -177,14 +182,14 @@ def test_top_k_with_feedback_equals_the_published_formula(pool: Launcher) -> Non
     The optimizer steps by the sum. This holds for the short batch too. If the residuals were sums,
     divided by the weight of that batch, they would count more than twice.
     """
-    made = vectors(optimizer=heavy)
+    made = make_vectors_job(optimizer=heavy)
     ranks = 3
     ratio = 0.1
-    ours = steps_on(pool, made, f"data({ranks}, compress=top_k({ratio}))")
+    ours = observe_steps_on_ranks(pool, made, f"data({ranks}, compress=top_k({ratio}))")
     model = made.build_model_to_train().double()
     optimizer = heavy(model.parameters())
     waits = [torch.zeros(220 * 10, dtype=torch.float64) for _ in range(ranks)]
-    for step, parts, _ in parts_of(made, model, [1] * ranks, STEPS):
+    for step, parts, _ in compute_gradient_parts(made, model, [1] * ranks, STEPS):
         for name, parameter in model.named_parameters():
             parameter.grad = sum(each[name] for each in parts)  # type: ignore[assignment]
         total = torch.zeros(2200, dtype=torch.float64)
@@ -195,10 +200,10 @@ def test_top_k_with_feedback_equals_the_published_formula(pool: Launcher) -> Non
             wait[where] = 0.0
         model.get_parameter(LARGE).grad = total.view(220, 10)
         optimizer.step()
-        assert close(ours[0][step], dict(model.named_parameters()))
+        assert is_close(ours[0][step], dict(model.named_parameters()))
 
 
-def deep_steps(
+def train_by_dgc_plainly(
     made: pg.Job,
     ranks: int,
     ratio: float,
@@ -224,8 +229,8 @@ def deep_steps(
     dense = {name: torch.zeros_like(each) for name, each in named.items()}
     seen = []
     for (step, parts, sizes), (_, then, _) in zip(
-        parts_of(made, model, shares or [1] * ranks, steps),
-        parts_of(made, model, [1] * later[1], steps),
+        compute_gradient_parts(made, model, shares or [1] * ranks, steps),
+        compute_gradient_parts(made, model, [1] * later[1], steps),
         strict=True,
     ):
         if step == later[0]:
@@ -278,31 +283,35 @@ def test_dgc_equals_the_published_formula(pool: Launcher, ways: dict[str, Any], 
         nesterov=ways.get("nesterov", False),
         weight_decay=ways.get("decay", 0.0),
     )
-    made = vectors(optimizer=sgd, clip_norm=ways.get("clip"))
-    ours = steps_on(pool, made, f"data({ranks}, compress=dgc(0.05, warmup=0))")[0]
-    for one, other in zip(ours, deep_steps(made, ranks, 0.05, 0.9, **ways), strict=True):
-        assert close(one, other)
+    made = make_vectors_job(optimizer=sgd, clip_norm=ways.get("clip"))
+    ours = observe_steps_on_ranks(pool, made, f"data({ranks}, compress=dgc(0.05, warmup=0))")[0]
+    for one, other in zip(ours, train_by_dgc_plainly(made, ranks, 0.05, 0.9, **ways), strict=True):
+        assert is_close(one, other)
 
 
 def test_dgc_has_its_own_momentum_and_clipping(pool: Launcher) -> None:
-    ours = steps_on(
-        pool, vectors(), "data(2, compress=dgc(0.05, momentum=0.9, warmup=0, clip=0.3))"
+    ours = observe_steps_on_ranks(
+        pool, make_vectors_job(), "data(2, compress=dgc(0.05, momentum=0.9, warmup=0, clip=0.3))"
     )[0]
-    for one, other in zip(ours, deep_steps(vectors(), 2, 0.05, 0.9, clip=0.3), strict=True):
-        assert close(one, other)
+    for one, other in zip(
+        ours, train_by_dgc_plainly(make_vectors_job(), 2, 0.05, 0.9, clip=0.3), strict=True
+    ):
+        assert is_close(one, other)
 
 
 def test_clipping_norm_follows_the_share_of_the_batch(pool: Launcher) -> None:
     """Earlier, all ranks clipped to one norm, so larger parts were clipped more than their sum."""
-    ours = steps_on(
+    ours = observe_steps_on_ranks(
         pool,
-        vectors(optimizer=heavy, clip_norm=0.3),
+        make_vectors_job(optimizer=heavy, clip_norm=0.3),
         "data(3, shares=[4, 1, 1], compress=dgc(0.05, warmup=0))",
     )[0]
     for one, other in zip(
-        ours, deep_steps(vectors(), 3, 0.05, 0.9, clip=0.3, shares=[4, 1, 1]), strict=True
+        ours,
+        train_by_dgc_plainly(make_vectors_job(), 3, 0.05, 0.9, clip=0.3, shares=[4, 1, 1]),
+        strict=True,
     ):
-        assert close(one, other)
+        assert is_close(one, other)
 
 
 def test_pipeline_stage_is_clipped_by_its_replica_share(tmp_path: Path) -> None:
@@ -310,16 +319,16 @@ def test_pipeline_stage_is_clipped_by_its_replica_share(tmp_path: Path) -> None:
 
     So their part of the model did not change.
     """
-    made = vectors(optimizer=heavy, clip_norm=0.3)
+    made = make_vectors_job(optimizer=heavy, clip_norm=0.3)
     dgc = "compress=dgc(0.05, warmup=0)"
     plainly, parts = (
         pg.train(made, text, runs=tmp_path).model()
         for text in (f"data(2, micro=2, {dgc})", f"data(2, {dgc}) * pipeline(2, micro=2)")
     )
-    assert close(plainly.state_dict(), parts.state_dict())
+    assert is_close(plainly.state_dict(), parts.state_dict())
 
 
-def momentum_kept(text: str, momentum: float) -> tuple[DgcMomentum, torch.optim.SGD, nn.Parameter]:
+def take_momentum(text: str, momentum: float) -> tuple[DgcMomentum, torch.optim.SGD, nn.Parameter]:
     weight = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([weight], lr=0.1, momentum=momentum)
     chosen: Any = pg.strategy(f"data(2, compress={text})")
@@ -333,7 +342,7 @@ def test_momentum_set_later_by_a_scheduler_is_refused() -> None:
 
     Earlier, its effect was left out silently.
     """
-    kept, optimizer, weight = momentum_kept("dgc(0.01, momentum=0.9)", 0.0)
+    kept, optimizer, weight = take_momentum("dgc(0.01, momentum=0.9)", 0.0)
     weight.grad, kept.last_given_steps[weight] = torch.ones(3), 0
     optimizer.step()
     optimizer.param_groups[0]["momentum"] = 0.95
@@ -343,7 +352,7 @@ def test_momentum_set_later_by_a_scheduler_is_refused() -> None:
 
 def test_optimizer_state_loaded_later_is_read_again() -> None:
     """Earlier, the momentum of the old groups stayed in use, and loaded buffers were not used."""
-    kept, optimizer, weight = momentum_kept("dgc(0.01)", 0.9)
+    kept, optimizer, weight = take_momentum("dgc(0.01)", 0.9)
     assert kept.get_momentum("w") == (0.9, False)
     other = torch.optim.SGD([weight], lr=0.1, momentum=0.5)
     optimizer.load_state_dict(other.state_dict())
@@ -357,9 +366,11 @@ def test_optimizer_state_loaded_later_is_read_again() -> None:
 
 def test_full_dgc_is_sgd_without_momentum(pool: Launcher) -> None:
     """All entries are sent, and masking sets all velocities to zero."""
-    ours = steps_on(pool, vectors(optimizer=heavy), "data(2, compress=dgc(1.0, warmup=0))")[0]
-    for one, other in zip(ours, deep_steps(vectors(), 2, 1.0, 0.9), strict=True):
-        assert close(one, other)
+    ours = observe_steps_on_ranks(
+        pool, make_vectors_job(optimizer=heavy), "data(2, compress=dgc(1.0, warmup=0))"
+    )[0]
+    for one, other in zip(ours, train_by_dgc_plainly(make_vectors_job(), 2, 1.0, 0.9), strict=True):
+        assert is_close(one, other)
 
 
 def test_full_dgc_without_masking_is_sgd(pool: Launcher) -> None:
@@ -367,22 +378,22 @@ def test_full_dgc_without_masking_is_sgd(pool: Launcher) -> None:
 
     Their sum is the momentum buffer of SGD.
     """
-    made = vectors(optimizer=functools.partial(heavy, weight_decay=0.01))
+    made = make_vectors_job(optimizer=functools.partial(heavy, weight_decay=0.01))
     ours, serial = (
-        steps_on(pool, made, text)[0]
+        observe_steps_on_ranks(pool, made, text)[0]
         for text in ("data(2, compress=dgc(1.0, warmup=0, masking=false))", "serial")
     )
     for one, other in zip(ours, serial, strict=True):
-        assert close(one, other)
+        assert is_close(one, other)
 
 
-def deeper() -> nn.Module:
+def make_three_layer_mlp() -> nn.Module:
     return nn.Sequential(
         nn.Linear(10, 220), nn.Tanh(), nn.Linear(220, 60), nn.Tanh(), nn.Linear(60, 4)
     )
 
 
-def in_small_buckets(world: World, *args: Any) -> list[Any]:
+def observe_with_small_buckets(world: World, *args: Any) -> list[Any]:
     before = bucketing.BUCKET_BYTES
     bucketing.BUCKET_BYTES = 1000
     try:
@@ -397,25 +408,27 @@ def in_small_buckets(world: World, *args: Any) -> list[Any]:
 )
 def test_bucketing_does_not_change_the_result(pool: Launcher, tmp_path: Path, text: str) -> None:
     """Buckets have sparse messages of different lengths on each rank, and empty ones."""
-    made = vectors(model=deeper, optimizer=heavy)
+    made = make_vectors_job(model=make_three_layer_mlp, optimizer=heavy)
     strategy = f"data(3, compress={text})"
-    apart = pool.run(in_small_buckets, made, resolve_text(strategy), STEPS, weights, size=3)
-    for one, other in zip(apart[0], steps_on(pool, made, strategy)[0], strict=True):
+    apart = pool.run(
+        observe_with_small_buckets, made, resolve_text(strategy), STEPS, copy_weights, size=3
+    )
+    for one, other in zip(apart[0], observe_steps_on_ranks(pool, made, strategy)[0], strict=True):
         # small tensors are added up in another order
-        assert close(one, other)
+        assert is_close(one, other)
     run = pg.train(made, strategy, runs=tmp_path, limit=2)
     assert next(
         line["picked"] for line in run.select_lines("choice") if line["what"] == "message"
     ).startswith(text[:-1].split(",")[0])
     large = ("0.weight", "2.weight")
-    still = equal(
+    still = is_equal(
         {name: run.model().get_parameter(name) for name in large},
         {name: made.build_model().get_parameter(name) for name in large},
     )
     assert still == (text == "threshold(1000)")
 
 
-def cycled(optimizer: torch.optim.Optimizer) -> Any:
+def make_one_cycle_lr(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=99)
 
 
@@ -424,13 +437,15 @@ def test_cycled_momentum_is_taken_over_in_every_step(pool: Launcher) -> None:
 
     Otherwise SGD would also apply it, from the second step on.
     """
-    made = vectors(optimizer=heavy, scheduler=cycled)
-    seen = steps_on(pool, made, "data(2, compress=dgc(0.05, warmup=0))", look=_momenta)[0]
+    made = make_vectors_job(optimizer=heavy, scheduler=make_one_cycle_lr)
+    seen = observe_steps_on_ranks(
+        pool, made, "data(2, compress=dgc(0.05, warmup=0))", look=_get_momenta
+    )[0]
     assert all(own == taken and not kept for own, taken, kept in seen)
     assert len({taken for _, taken, _ in seen}) > 3
 
 
-def _momenta(trainer: Trainer) -> tuple[float, float, bool]:
+def _get_momenta(trainer: Trainer) -> tuple[float, float, bool]:
     momentum = trainer.training.setup.exchange.momentum  # type: ignore[union-attr]
     kept = any(each.get("momentum_buffer") is not None for each in trainer.optimizer.state.values())
     return trainer.optimizer.param_groups[0]["momentum"], momentum.get_momentum(LARGE)[0], kept
@@ -442,11 +457,11 @@ LOSSY = [text.removeprefix("data(2, compress=")[:-1] for text in COMPRESSED]
 
 @pytest.mark.parametrize("text", LOSSY)
 def test_compressed_replicas_stay_bit_equal(pool: Launcher, text: str) -> None:
-    ranks = steps_on(
-        pool, vectors(dtype=torch.float32, optimizer=heavy), f"data(3, compress={text})"
+    ranks = observe_steps_on_ranks(
+        pool, make_vectors_job(dtype=torch.float32, optimizer=heavy), f"data(3, compress={text})"
     )
     for other in ranks[1:]:
-        assert all(map(equal, ranks[0], other))
+        assert all(map(is_equal, ranks[0], other))
 
 
 class Tied(nn.Module):
@@ -467,7 +482,7 @@ class Tied(nn.Module):
         return self.out(self.last(torch.tanh(self.middle(torch.tanh(self.embedding(inputs))))))
 
 
-def by_serial_name(trainer: Trainer) -> State:
+def copy_by_serial_name(trainer: Trainer) -> State:
     return {
         trainer.training.setup.layout.specs[name].name: each.detach().clone()
         for name, each in trainer.training.setup.parameters.items()
@@ -485,8 +500,10 @@ def test_copies_inside_a_replica_stay_bit_equal(pool: Launcher, text: str) -> No
     So a ring of three begins at another place of the copy, or one stage sends it as a dense vector.
     Earlier, copies became different. No check found it, because the training is not exact.
     """
-    made = vectors(model=Tied, dtype=torch.float32, optimizer=heavy)
-    parts = steps_on(pool, made, f"data(3, compress={text}) * place(2)", look=by_serial_name)
+    made = make_vectors_job(model=Tied, dtype=torch.float32, optimizer=heavy)
+    parts = observe_steps_on_ranks(
+        pool, made, f"data(3, compress={text}) * place(2)", look=copy_by_serial_name
+    )
     tied = [each[-1]["embedding.weight"] for each in parts if "embedding.weight" in each[-1]]
     assert len(tied) == 6
     assert all(torch.equal(tied[0], each) for each in tied[1:])
@@ -498,19 +515,21 @@ def test_copies_inside_a_replica_stay_bit_equal(pool: Launcher, text: str) -> No
     "reduce", ["ring", "tree", "butterfly", "halving", "double_tree", "direct"]
 )
 def test_additive_compressors_use_any_all_reduce(pool: Launcher, text: str, reduce: str) -> None:
-    made = vectors(dtype=torch.float32)
+    made = make_vectors_job(dtype=torch.float32)
     native, ours = (
-        steps_on(pool, made, f"data(3, compress={text}{more})", 3)
+        observe_steps_on_ranks(pool, made, f"data(3, compress={text}{more})", 3)
         for more in ("", f", reduce={reduce}")
     )
-    assert all(map(equal, ours[0], ours[2]))
-    assert close(native[0][-1], ours[0][-1], 1e-3)
+    assert all(map(is_equal, ours[0], ours[2]))
+    assert is_close(native[0][-1], ours[0][-1], 1e-3)
 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("text", LOSSY)
 def test_verify_reports_the_deviation(tmp_path: Path, text: str) -> None:
-    certificate = pg.verify(vectors(optimizer=heavy), f"data(2, compress={text})", runs=tmp_path)
+    certificate = pg.verify(
+        make_vectors_job(optimizer=heavy), f"data(2, compress={text})", runs=tmp_path
+    )
     assert not certificate.same
     assert certificate.difference > 1e-6
 
@@ -526,28 +545,28 @@ def test_parameters_of_any_real_or_complex_type(
         data = TensorDataset(
             draw_numbers(29, 60, seed=1).to(dtype), draw_numbers(29, 60, seed=2).to(dtype)
         )
-        made = vectors(
+        made = make_vectors_job(
             model=lambda: nn.Linear(60, 60, dtype=dtype),
-            loss=squares,
+            loss=compute_squared_error,
             train=data,
             dtype=torch.float32,
         )
     else:
-        made = vectors(dtype=dtype)
-    ranks = steps_on(pool, made, f"data(2, compress={text})", 3)
-    assert all(map(equal, *ranks))
+        made = make_vectors_job(dtype=dtype)
+    ranks = observe_steps_on_ranks(pool, made, f"data(2, compress={text})", 3)
+    assert all(map(is_equal, *ranks))
     assert all(
         torch.view_as_real(each).isfinite().all() if each.is_complex() else each.isfinite().all()
         for each in ranks[0][-1].values()
     )
 
 
-def squares(output: Tensor, target: Tensor) -> Tensor:
+def compute_squared_error(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).abs().square().mean()
 
 
 # ---- messages --------------------
-def sent_by(trainer: Trainer) -> dict[str, int]:
+def count_sent_bytes(trainer: Trainer) -> dict[str, int]:
     assert trainer.training.setup.exchange is not None
     return {
         kind: each["bytes"] for kind, each in trainer.training.setup.exchange.sent_bytes.items()
@@ -559,8 +578,12 @@ def test_bytes_sent_are_the_formula(pool: Launcher) -> None:
 
     Small tensors (220 + 880 + 4 numbers) are sent along a ring.
     """
-    found = steps_on(
-        pool, vectors(dtype=torch.float32), "data(3, compress=top_k(0.01))", 2, sent_by
+    found = observe_steps_on_ranks(
+        pool,
+        make_vectors_job(dtype=torch.float32),
+        "data(3, compress=top_k(0.01))",
+        2,
+        count_sent_bytes,
     )[0][1]
     assert found == {
         "totals": 2 * 8 * (4 + 4) * 2 // 3,
@@ -574,17 +597,21 @@ def test_payload_longer_than_dense_is_sent_dense(pool: Launcher, tmp_path: Path)
 
     It contains the same entries, so the training is the same.
     """
-    run = pg.train(vectors(dtype=torch.float32), "data(4, compress=top_k(0.3))", runs=tmp_path)
+    run = pg.train(
+        make_vectors_job(dtype=torch.float32), "data(4, compress=top_k(0.3))", runs=tmp_path
+    )
     told = [line for line in run.select_lines("choice") if line["what"] == "message"]
     assert {line["picked"] for line in told} == {"dense"}
-    sparse = pg.train(vectors(dtype=torch.float32), "data(2, compress=top_k(0.3))", runs=tmp_path)
+    sparse = pg.train(
+        make_vectors_job(dtype=torch.float32), "data(2, compress=top_k(0.3))", runs=tmp_path
+    )
     assert {
         line["picked"] for line in sparse.select_lines("choice") if line["what"] == "message"
     } == {"top_k(0.3)"}
 
 
 def test_compression_time_is_in_the_record(tmp_path: Path) -> None:
-    run = pg.train(vectors(), "data(2, compress=top_k(0.1))", runs=tmp_path)
+    run = pg.train(make_vectors_job(), "data(2, compress=top_k(0.1))", runs=tmp_path)
     names = {line["name"] for line in run.select_lines("span")}
     assert {"compress", "exchange", "extract"} <= names
 
@@ -595,11 +622,11 @@ class Bad(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = wide()
+        self.inner = make_wide_mlp()
         self.calls = 0
-        self.inner[0].weight.register_hook(self.late)  # type: ignore[operator, union-attr]
+        self.inner[0].weight.register_hook(self.make_late_nan)  # type: ignore[operator, union-attr]
 
-    def late(self, gradient: Tensor) -> Tensor:
+    def make_late_nan(self, gradient: Tensor) -> Tensor:
         self.calls += 1
         return gradient * (math.nan if self.calls > 6 else 1.0)
 
@@ -611,12 +638,14 @@ class Bad(nn.Module):
 @pytest.mark.parametrize("text", LOSSY)
 def test_non_finite_gradient_is_named(pool: Launcher, text: str) -> None:
     with pytest.raises(pg.RankFailed, match="is not finite") as caught:
-        steps_on(pool, vectors(model=Bad, dtype=torch.float32), f"data(2, compress={text})")
+        observe_steps_on_ranks(
+            pool, make_vectors_job(model=Bad, dtype=torch.float32), f"data(2, compress={text})"
+        )
     assert caught.value.tensor == "inner.0.weight"
     assert caught.value.step is not None
 
 
-def cycling(optimizer: torch.optim.Optimizer) -> Any:
+def make_momentum_cycle_lr(optimizer: torch.optim.Optimizer) -> Any:
     """Return a scheduler that also sets the momentum.
 
     Earlier, it gave momentum to an SGD without any, in addition to that of dgc. This second
@@ -643,7 +672,7 @@ REFUSED = {
         "momentum is given twice, 0.9 here and 0.9 by group 0",
     ),
     "data(2, compress=dgc(0.4, momentum=0.8))": (
-        {"optimizer": plain, "scheduler": cycling},
+        {"optimizer": plain, "scheduler": make_momentum_cycle_lr},
         "0.8 here and 0.95 by group 0",
     ),
     "data(2, compress=dgc(0.5, clip=1.0))": (
@@ -657,7 +686,7 @@ REFUSED = {
 def test_invalid_compressions_are_refused_at_start(text: str, tmp_path: Path) -> None:
     changes, said = REFUSED[text]
     with pytest.raises(pg.Refused, match=said):
-        pg.train(vectors(**changes), text, runs=tmp_path)
+        pg.train(make_vectors_job(**changes), text, runs=tmp_path)
 
 
 # ---- saved and resumed --------------------
@@ -677,13 +706,15 @@ def test_resumed_compressed_run_is_bit_equal(tmp_path: Path, text: str) -> None:
 
     The checkpoint has residuals, velocities, the buffer of weight decay, and the last factor.
     """
-    made = vectors(optimizer=functools.partial(heavy, weight_decay=0.01), dtype=torch.float32)
+    made = make_vectors_job(
+        optimizer=functools.partial(heavy, weight_decay=0.01), dtype=torch.float32
+    )
     strategy = f"data(3, compress={text})"
     whole = pg.train(made, strategy, runs=tmp_path / "whole", save=4)
     folder = whole.folder / "checkpoint-00000008"
     resumed = pg.train(made, strategy, runs=tmp_path / "on", resume=folder)
     assert len(resumed.losses) == 4
-    assert equal(whole.model().state_dict(), resumed.model().state_dict())
+    assert is_equal(whole.model().state_dict(), resumed.model().state_dict())
 
 
 @pytest.mark.story
@@ -701,12 +732,12 @@ def test_resume_at_step_300_of_mnist(data: Path, tmp_path: Path) -> None:
     assert all(len(run.losses) == 20 for run in runs.values())
     same = runs["data(4, compress=dgc(0.01))"]
     assert same.losses == whole.losses[300:]
-    assert equal(whole.model().state_dict(), same.model().state_dict())
+    assert is_equal(whole.model().state_dict(), same.model().state_dict())
     assert all(run.losses[0] == pytest.approx(whole.losses[300], rel=1e-4) for run in runs.values())
 
 
 def test_resume_with_another_number_of_ranks_keeps_the_sum(tmp_path: Path) -> None:
-    made = vectors(optimizer=heavy)
+    made = make_vectors_job(optimizer=heavy)
     first = pg.train(
         made.replace(epochs=2), "data(4, compress=dgc(0.05, warmup=0))", runs=tmp_path, save=3
     )
@@ -721,8 +752,9 @@ def test_resume_with_another_number_of_ranks_keeps_the_sum(tmp_path: Path) -> No
         resume=first.folder,
     )
     assert len(second.losses) == 3
-    assert close(
-        second.model().state_dict(), deep_steps(made, 4, 0.05, 0.9, steps=9, later=(6, 2))[-1]
+    assert is_close(
+        second.model().state_dict(),
+        train_by_dgc_plainly(made, 4, 0.05, 0.9, steps=9, later=(6, 2))[-1],
     )
     assert not [
         line
@@ -736,7 +768,7 @@ def test_serial_resumes_momentum_and_names_what_it_drops(tmp_path: Path) -> None
 
     Its buffer is the sum of all velocities, also that of weight decay.
     """
-    made = vectors(optimizer=functools.partial(heavy, weight_decay=0.01))
+    made = make_vectors_job(optimizer=functools.partial(heavy, weight_decay=0.01))
     first = pg.train(
         made.replace(epochs=2), "data(2, compress=dgc(0.05, warmup=0))", runs=tmp_path, save=3
     )
@@ -778,10 +810,13 @@ def test_pending_velocities_are_not_residuals(
     SGD then applied its momentum to them once more, so they moved the weights 4.8 times as far.
     """
     run = pg.train(
-        vectors(optimizer=heavy, epochs=2), f"data(2, compress={first})", runs=tmp_path, save=3
+        make_vectors_job(optimizer=heavy, epochs=2),
+        f"data(2, compress={first})",
+        runs=tmp_path,
+        save=3,
     )
     on = pg.train(
-        vectors(optimizer=heavy, epochs=3),
+        make_vectors_job(optimizer=heavy, epochs=3),
         f"data(2, compress={second})",
         runs=tmp_path,
         resume=run.folder,
@@ -791,9 +826,9 @@ def test_pending_velocities_are_not_residuals(
     # top_k(1.0) is lossless, so it equals serial from the same checkpoint
     if second == "top_k(1.0)":
         serial = pg.train(
-            vectors(optimizer=heavy, epochs=3), "serial", runs=tmp_path, resume=run.folder
+            make_vectors_job(optimizer=heavy, epochs=3), "serial", runs=tmp_path, resume=run.folder
         )
-        assert close(on.model().state_dict(), serial.model().state_dict())
+        assert is_close(on.model().state_dict(), serial.model().state_dict())
 
 
 def test_pending_residual_of_a_now_small_tensor_is_applied(tmp_path: Path) -> None:
@@ -802,7 +837,7 @@ def test_pending_residual_of_a_now_small_tensor_is_applied(tmp_path: Path) -> No
     Its unsent part is not a gradient and gets no momentum. The result equals that of a run that
     sends all of it at once.
     """
-    made = vectors(optimizer=heavy, epochs=2)
+    made = make_vectors_job(optimizer=heavy, epochs=2)
     first = pg.train(
         made, "data(2, compress=dgc(0.05, warmup=0, masking=false))", runs=tmp_path, save=3
     )
@@ -813,7 +848,7 @@ def test_pending_residual_of_a_now_small_tensor_is_applied(tmp_path: Path) -> No
         .state_dict()
         for text in (whole, f"{whole} * tensor(2)")
     )
-    assert close(one, other)
+    assert is_close(one, other)
 
 
 class Rare(nn.Module):
@@ -823,7 +858,7 @@ class Rare(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.trunk = wide()
+        self.trunk = make_wide_mlp()
         self.branch = nn.Linear(10, 220)
         self.register_buffer("steps", torch.zeros(()))
 
@@ -841,7 +876,7 @@ def test_state_without_recent_gradients_is_saved_too(tmp_path: Path) -> None:
 
     Earlier, checkpoints before that did not contain its state.
     """
-    made = vectors(model=Rare)
+    made = make_vectors_job(model=Rare)
     first = pg.train(
         made.replace(epochs=1), "data(2, compress=power_sgd(1))", runs=tmp_path, save=3
     )
@@ -862,7 +897,7 @@ def test_state_without_recent_gradients_is_saved_too(tmp_path: Path) -> None:
 
 
 def test_dropped_state_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = vectors(optimizer=heavy, epochs=1)
+    made = make_vectors_job(optimizer=heavy, epochs=1)
     first = pg.train(made, "data(2, compress=top_k(0.1))", runs=tmp_path, save=2)
     summaries.print_run(
         pg.train(made.replace(epochs=2), "serial", runs=tmp_path, resume=first.folder),
@@ -875,7 +910,7 @@ def test_dropped_state_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_dgc_takes_over_the_momentum_of_a_checkpoint(tmp_path: Path) -> None:
-    made = vectors(optimizer=heavy)
+    made = make_vectors_job(optimizer=heavy)
     first = pg.train(made.replace(epochs=2), "serial", runs=tmp_path, save=3)
     serial, run = (
         pg.train(made, text, runs=tmp_path, resume=first.folder)
@@ -885,13 +920,13 @@ def test_dgc_takes_over_the_momentum_of_a_checkpoint(tmp_path: Path) -> None:
     assert [
         line["picked"] for line in run.select_lines("choice") if line["what"] == "momentum"
     ] == ["0.9"]
-    assert close(run.model().state_dict(), serial.model().state_dict())
+    assert is_close(run.model().state_dict(), serial.model().state_dict())
 
 
 # ---- a user's own loop --------------------
-def own_loop(world: World, strategy: str) -> tuple[State, float, bool]:
+def train_in_user_loop(world: World, strategy: str) -> tuple[State, float, bool]:
     torch.manual_seed(0)
-    model = wide().double()
+    model = make_wide_mlp().double()
     optimizer = heavy(model.parameters())
     with pg.parallelize(
         model, functional.cross_entropy, optimizer, strategy=strategy, seed=5
@@ -909,13 +944,13 @@ def own_loop(world: World, strategy: str) -> tuple[State, float, bool]:
 
 def test_compression_in_a_user_loop(pool: Launcher) -> None:
     """After the loop, the optimizer has the user's momentum and a momentum buffer again."""
-    found = pool.run(own_loop, "data(2, compress=dgc(0.05, warmup=0))", size=2)
-    assert equal(found[0][0], found[1][0])
+    found = pool.run(train_in_user_loop, "data(2, compress=dgc(0.05, warmup=0))", size=2)
+    assert is_equal(found[0][0], found[1][0])
     assert [each[1:] for each in found] == [(0.9, True)] * 2
 
 
 # ---- under plain DDP -------------------------------------------------------------------------
-def hooked(world: World, text: str, own: bool, steps: int = 4) -> list[State]:
+def train_with_hook(world: World, text: str, own: bool, steps: int = 4) -> list[State]:
     """Return the weights after each step of plain DDP with a hook of paragrad.
 
     All ranks have equal numbers of different samples. own: the hook gets the optimizer. A bucket
@@ -924,7 +959,7 @@ def hooked(world: World, text: str, own: bool, steps: int = 4) -> list[State]:
     from torch.nn.parallel import DistributedDataParallel
 
     torch.manual_seed(0)
-    model = wide().double()
+    model = make_wide_mlp().double()
     optimizer = heavy(model.parameters(), weight_decay=0.01)
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.01)
     ddp.register_comm_hook(*pg.hook(text, optimizer=optimizer) if own else pg.hook(text))
@@ -938,10 +973,10 @@ def hooked(world: World, text: str, own: bool, steps: int = 4) -> list[State]:
     return seen
 
 
-def hook_steps(text: str, steps: int = 4) -> list[State]:
+def train_with_hook_plainly(text: str, steps: int = 4) -> list[State]:
     """Return the same weights, computed in plain torch without DDP."""
     torch.manual_seed(0)
-    model = wide().double()
+    model = make_wide_mlp().double()
     ranks = 3
     deep = text.startswith("dgc")
     momentum = 0.9
@@ -979,22 +1014,24 @@ def hook_steps(text: str, steps: int = 4) -> list[State]:
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_compression_hook_under_plain_ddp(pool: Launcher, text: str, backend: str) -> None:
     """Residuals belong to parameters, because DDP builds its buckets again after the first step."""
-    ranks = pool.run(hooked, text, text.startswith("dgc"), size=3, backend=backend)
-    for one, other in zip(ranks[0], hook_steps(text), strict=True):
-        assert close(one, other)
-    assert all(map(equal, ranks[0], ranks[2]))
+    ranks = pool.run(train_with_hook, text, text.startswith("dgc"), size=3, backend=backend)
+    for one, other in zip(ranks[0], train_with_hook_plainly(text), strict=True):
+        assert is_close(one, other)
+    assert all(map(is_equal, ranks[0], ranks[2]))
 
 
 @pytest.mark.parametrize(
     "text", ["bf16", "fp16", "int8", "one_bit", "threshold(0.01)", "power_sgd(1)"]
 )
 def test_every_compressor_is_a_hook(pool: Launcher, text: str) -> None:
-    ranks, plain = (pool.run(hooked, each, False, size=2, backend="shm") for each in (text, "ring"))
-    assert all(map(equal, *ranks))
+    ranks, plain = (
+        pool.run(train_with_hook, each, False, size=2, backend="shm") for each in (text, "ring")
+    )
+    assert all(map(is_equal, *ranks))
     assert all(each.isfinite().all() for each in ranks[0][-1].values())
     # it really compresses
     assert not torch.equal(ranks[0][0][LARGE], plain[0][0][LARGE])
-    found = pool.run(beside_torchs, text, 20, size=2, backend="shm")[0]
+    found = pool.run(compare_with_torch_hooks, text, 20, size=2, backend="shm")[0]
     # over many steps, error feedback or random rounding gives the mean
     mean = found[0][2]
     sent = sum(ours for ours, *_ in found) / len(found)
@@ -1002,7 +1039,9 @@ def test_every_compressor_is_a_hook(pool: Launcher, text: str) -> None:
     assert float((sent - mean).norm()) < 0.5 * float(mean.norm())  # type: ignore[union-attr]
 
 
-def beside_torchs(world: World, text: str, steps: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+def compare_with_torch_hooks(
+    world: World, text: str, steps: int
+) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Return the gradients of the large weight in each step, at fixed weights.
 
     For each step: by paragrad's hook, by torch's hook, and the mean.
@@ -1011,11 +1050,11 @@ def beside_torchs(world: World, text: str, steps: int) -> list[tuple[Tensor, Ten
     from torch.nn.parallel import DistributedDataParallel
 
     # without NCCL, DDP refuses torch's bf16 hook by its name
-    def brain(state, bucket):  # type: ignore[no-untyped-def]
+    def compress_to_bf16(state, bucket):  # type: ignore[no-untyped-def]
         return default_hooks.bf16_compress_hook(state, bucket)
 
     theirs: dict[str, tuple[Any, Any]] = {
-        "bf16": (None, brain),
+        "bf16": (None, compress_to_bf16),
         "fp16": (None, default_hooks.fp16_compress_hook),
         "power_sgd(1)": (
             powerSGD_hook.PowerSGDState(
@@ -1031,7 +1070,7 @@ def beside_torchs(world: World, text: str, steps: int) -> list[tuple[Tensor, Ten
         pg.hook("ring"),
     ):
         torch.manual_seed(0)
-        models.append(DistributedDataParallel(wide()))
+        models.append(DistributedDataParallel(make_wide_mlp()))
         models[-1].register_comm_hook(*hook)
     inputs, targets = (each[8 * world.rank :][:8] for each in VECTORS.tensors)
     found = []
@@ -1052,7 +1091,7 @@ def test_half_precision_equals_the_torch_hooks(pool: Launcher, text: str, eps: f
 
     paragrad scales fp16, so that small numbers keep their bits.
     """
-    ((ours, theirs, mean),) = pool.run(beside_torchs, text, 1, size=2, backend="gloo")[0]
+    ((ours, theirs, mean),) = pool.run(compare_with_torch_hooks, text, 1, size=2, backend="gloo")[0]
     most = float(mean.abs().max())
     assert 0 < float((ours - mean).abs().max()) <= 2 * eps * most
     assert float((ours - theirs).abs().max()) <= 3 * eps * most
@@ -1063,7 +1102,7 @@ def test_half_precision_equals_the_torch_hooks(pool: Launcher, text: str, eps: f
 def test_power_sgd_feedback_equals_the_torch_hook(pool: Launcher) -> None:
     """If the gradient is the same in each step, what is sent adds up to the gradients' sum."""
     # torch's hook begins to compress in the third step
-    found = pool.run(beside_torchs, "power_sgd(1)", 40, size=2, backend="gloo")[0][2:]
+    found = pool.run(compare_with_torch_hooks, "power_sgd(1)", 40, size=2, backend="gloo")[0][2:]
     mean = found[0][2]
     ours, theirs = (sum(each[which] for each in found) / len(found) for which in (0, 1))
     away, peers = (float((each - mean).norm() / mean.norm()) for each in (ours, theirs))
@@ -1071,8 +1110,8 @@ def test_power_sgd_feedback_equals_the_torch_hook(pool: Launcher) -> None:
     assert away < 1.5 * peers
 
 
-def hook_refused(world: World, text: str, momentum: float, more: dict[str, Any]) -> str:
-    model = wide()
+def try_hook(world: World, text: str, momentum: float, more: dict[str, Any]) -> str:
+    model = make_wide_mlp()
     given = (
         {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)}
         if momentum >= 0
@@ -1105,14 +1144,14 @@ def hook_refused(world: World, text: str, momentum: float, more: dict[str, Any])
 def test_incomplete_hook_is_refused(
     pool: Launcher, text: str, momentum: float, more: dict[str, Any], said: str
 ) -> None:
-    assert said in pool.run(hook_refused, text, momentum, more, size=2)[0]
+    assert said in pool.run(try_hook, text, momentum, more, size=2)[0]
 
 
-def hook_failing(world: World) -> str:
+def fail_in_hook(world: World) -> str:
     """Return the error of DDP's backward for a nan gradient in the third step, on the last rank."""
     from torch.nn.parallel import DistributedDataParallel
 
-    model = wide()
+    model = make_wide_mlp()
     ddp = DistributedDataParallel(model)
     ddp.register_comm_hook(*pg.hook("top_k(0.01)"))
     for step in range(4):
@@ -1129,7 +1168,7 @@ def hook_failing(world: World) -> str:
 
 @pytest.mark.story
 def test_failing_hook_names_step_and_parameter(pool: Launcher) -> None:
-    said = pool.run(hook_failing, size=2)
+    said = pool.run(fail_in_hook, size=2)
     assert "step 2, tensor parameter" in said[1]
     assert "of shape (" in said[1]
     assert "is not finite" in said[1]
@@ -1170,16 +1209,16 @@ CASES = (
 )
 
 
-def beside_plain(world: World, text: str) -> dict[str, tuple[State, State]]:
+def compare_with_plain_ddp(world: World, text: str) -> dict[str, tuple[State, State]]:
     """Return for each case the weights under a hook of paragrad, and under plain DDP."""
     return {
-        case: (under_ddp(world, case, text), under_ddp(world, case, ""))
+        case: (train_under_ddp(world, case, text), train_under_ddp(world, case, ""))
         for case in CASES
         if text.startswith("dgc") or case in MODELS
     }
 
 
-def under_ddp(world: World, case: str, text: str) -> State:
+def train_under_ddp(world: World, case: str, text: str) -> State:
     """Return the weights after some steps of DDP, with a lossless hook or without a hook."""
     from torch.nn.parallel import DistributedDataParallel
 
@@ -1206,7 +1245,7 @@ def under_ddp(world: World, case: str, text: str) -> State:
         6, 8, 400, dtype=torch.float64, generator=torch.Generator().manual_seed(world.rank)
     )
 
-    def backward(step: int) -> Tensor:
+    def run_backward(step: int) -> Tensor:
         model.zero_grad()
         loss = ddp(inputs[step]).square().mean()
         loss.backward()
@@ -1221,14 +1260,14 @@ def under_ddp(world: World, case: str, text: str) -> State:
             # a batch with an error, which the user skips
             with contextlib.suppress(ZeroDivisionError):
                 optimizer.step(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
-            optimizer.step(functools.partial(backward, step))
+            optimizer.step(functools.partial(run_backward, step))
             continue
         if case == "adding up":
             with ddp.no_sync():
-                backward(step)
+                run_backward(step)
             ddp(inputs[step - 1]).square().mean().backward()
         else:
-            backward(step)
+            run_backward(step)
         optimizer.step()
     return {name: each.detach().clone() for name, each in model.named_parameters()}
 
@@ -1242,15 +1281,15 @@ def test_lossless_hook_equals_ddp(pool: Launcher, text: str) -> None:
     the momentum was 0 at first, the last gradient took the place of the momentum buffer. In a
     closure, the momentum was 0, and it stayed 0 if the closure failed.
     """
-    ranks = pool.run(beside_plain, text, size=2, backend="shm")
-    assert [case for case, (ours, plainly) in ranks[0].items() if not close(ours, plainly)] == []
-    assert [case for case in ranks[0] if not equal(ranks[0][case][0], ranks[1][case][0])] == []
+    ranks = pool.run(compare_with_plain_ddp, text, size=2, backend="shm")
+    assert [case for case, (ours, plainly) in ranks[0].items() if not is_close(ours, plainly)] == []
+    assert [case for case in ranks[0] if not is_equal(ranks[0][case][0], ranks[1][case][0])] == []
 
 
-def hook_misused(world: World, case: str) -> str:
+def misuse_hook(world: World, case: str) -> str:
     from torch.nn.parallel import DistributedDataParallel
 
-    model = wide()
+    model = make_wide_mlp()
     other = nn.Linear(4, 4)
     optimizer = heavy(
         [*model.parameters(), *(other.parameters() if "from the first" in case else ())]
@@ -1327,10 +1366,10 @@ def test_invalid_uses_of_a_dgc_hook_are_refused(pool: Launcher, case: str, said:
     Steps on gradients that dgc was not given had the same result. In a group that maximizes, weight
     decay had the wrong sign.
     """
-    assert said in pool.run(hook_misused, case, size=2)[0]
+    assert said in pool.run(misuse_hook, case, size=2)[0]
 
 
-def hook_closed(world: World) -> tuple[State, State, bool]:
+def train_after_closed_hook(world: World) -> tuple[State, State, bool]:
     """Return the weights after one step with a hook and three without, and those of a new SGD.
 
     The new SGD begins with the second step. The last value says whether all unused hooks are freed.
@@ -1338,7 +1377,7 @@ def hook_closed(world: World) -> tuple[State, State, bool]:
     from torch.nn.parallel import DistributedDataParallel
 
     torch.manual_seed(0)
-    model = wide()
+    model = make_wide_mlp()
     optimizer = heavy(model.parameters(), weight_decay=0.05)
     ddp = DistributedDataParallel(model)
     state, hook = pg.hook("dgc(0.1, warmup=0)", optimizer=optimizer)
@@ -1373,8 +1412,8 @@ def hook_closed(world: World) -> tuple[State, State, bool]:
 
 def test_closed_hook_returns_the_optimizer(pool: Launcher) -> None:
     """Earlier, the thread and the state of a closed hook stayed until the process ended."""
-    for one, other, gone in pool.run(hook_closed, size=2):
-        assert equal(one, other)
+    for one, other, gone in pool.run(train_after_closed_hook, size=2):
+        assert is_equal(one, other)
         assert gone
 
 
@@ -1418,22 +1457,22 @@ def test_user_compressor_may_change_in_each_epoch(pool: Launcher) -> None:
 
     If it changed, the memory of its codecs was lost.
     """
-    made = vectors(optimizer=functools.partial(torch.optim.SGD, lr=0.005))
-    ours = steps_on(pool, made, "data(2, compress=louder)")
+    made = make_vectors_job(optimizer=functools.partial(torch.optim.SGD, lr=0.005))
+    ours = observe_steps_on_ranks(pool, made, "data(2, compress=louder)")
     model = made.build_model_to_train().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.005)
-    for step, parts, _ in parts_of(made, model, [1, 1], STEPS):
+    for step, parts, _ in compute_gradient_parts(made, model, [1, 1], STEPS):
         for name, parameter in model.named_parameters():
             parameter.grad = sum(each[name] for each in parts)  # type: ignore[assignment]
         model.get_parameter(LARGE).grad *= (1 + step // made.make_order(made.train).steps) * (
             1 + step
         )  # type: ignore[operator]
         optimizer.step()
-        assert close(ours[0][step], dict(model.named_parameters()))
+        assert is_close(ours[0][step], dict(model.named_parameters()))
 
 
 def test_user_compressor_under_a_hook(pool: Launcher) -> None:
     """DDP does not report epochs. Earlier, the step was taken for the epoch."""
-    found = pool.run(beside_torchs, "louder", 4, size=2, backend="shm")[0]
+    found = pool.run(compare_with_torch_hooks, "louder", 4, size=2, backend="shm")[0]
     for step, (ours, _, mean) in enumerate(found):
         assert float((ours - (1 + step) * mean).norm()) <= 1e-6 * float(ours.norm())

@@ -20,7 +20,7 @@ from paragrad.validation.validate import validate_run
 pytestmark = pytest.mark.processes
 
 
-def just_below_a_megabyte(dtype: torch.dtype) -> nn.Module:
+def make_model_below_a_megabyte(dtype: torch.dtype) -> nn.Module:
     width = 600 if dtype == torch.float32 else 290
     model = nn.Sequential(
         nn.Linear(10, 400), nn.ReLU(), nn.Linear(400, width), nn.ReLU(), nn.Linear(width, 4)
@@ -29,11 +29,11 @@ def just_below_a_megabyte(dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def spans(
+def record_exchange_spans(
     pool: Launcher, folder: Path, text: str, dtype: torch.dtype = torch.float32
 ) -> list[Line]:
     """Train for some steps, and return the exchange's spans of rank 1."""
-    job: pg.Job = make_job("small", lambda: just_below_a_megabyte(dtype), VECTORS).replace(
+    job: pg.Job = make_job("small", lambda: make_model_below_a_megabyte(dtype), VECTORS).replace(
         dtype=dtype
     )
     train_on_ranks(pool, validate_run(job, text, Settings()), folder)
@@ -54,7 +54,7 @@ def test_gradients_below_a_megabyte_share_one_bucket(
 
     Weight and loss have the gradients' type, and are sent with them.
     """
-    found = spans(pool, tmp_path, f"data(2, reduce={reduce})", dtype)
+    found = record_exchange_spans(pool, tmp_path, f"data(2, reduce={reduce})", dtype)
     sends = [span for span in found if span["lane"] == "send"]
     assert {span["name"] for span in sends} == {"reduce 0"}
     assert set(Counter(span["step"] for span in sends).values()) == {1}
@@ -66,7 +66,7 @@ def test_record_splits_the_time_of_an_exchange(pool: Launcher, tmp_path: Path, r
 
     They are the wait for late ranks, the messages, and the rest.
     """
-    found = spans(pool, tmp_path, f"data(3, reduce={reduce})")
+    found = record_exchange_spans(pool, tmp_path, f"data(3, reduce={reduce})")
     for step in {span["step"] for span in found}:
         whole, *parts = [span for span in found if span["step"] == step]
         assert [part["lane"] for part in parts] == ["wait", "receive", "compute"]
@@ -84,4 +84,6 @@ def test_record_splits_the_time_of_an_exchange(pool: Launcher, tmp_path: Path, r
 
 
 def test_backend_all_reduce_has_no_time_split(pool: Launcher, tmp_path: Path) -> None:
-    assert {span["lane"] for span in spans(pool, tmp_path, "data(2, reduce=native)")} == {"send"}
+    assert {
+        span["lane"] for span in record_exchange_spans(pool, tmp_path, "data(2, reduce=native)")
+    } == {"send"}

@@ -49,13 +49,13 @@ LAYER = 4 * WIDTH * (WIDTH + 1)  # bytes of one layer
 WIDE = TensorDataset(draw_numbers(32, WIDTH, seed=1), draw_numbers(32, WIDTH, seed=2))
 
 
-def eight_equal() -> nn.Module:
+def make_eight_equal_layers() -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
 
 
 EIGHT = make_job(
     "eight equal layers",
-    eight_equal,
+    make_eight_equal_layers,
     WIDE,
     loss=nn.functional.mse_loss,
     optimizer=make_adam,
@@ -64,7 +64,7 @@ EIGHT = make_job(
 
 
 # ---- memory and bytes ------------------------------------------------------------------------
-def alive() -> int:
+def count_live_bytes() -> int:
     """Return the bytes of all tensors of this process that have values, each storage once.
 
     Gradients that no Python variable refers to are counted too.
@@ -81,9 +81,9 @@ def alive() -> int:
     return sum(found.values())
 
 
-def at_rest(world: World, chosen: Strategy) -> tuple[int, dict[str, Any]]:
+def measure_memory_and_traffic(world: World, chosen: Strategy) -> tuple[int, dict[str, Any]]:
     """Return (bytes that a training holds after two steps, bytes sent in the second step)."""
-    before = alive()
+    before = count_live_bytes()
     trainer = Trainer.build_for_job(world, EIGHT, chosen)
     try:
         batches = trainer.batches(EIGHT.train, EIGHT.batch, epoch=0)
@@ -92,7 +92,7 @@ def at_rest(world: World, chosen: Strategy) -> tuple[int, dict[str, Any]]:
         batches.close()  # type: ignore[attr-defined]
         trainer.training.feed.adopt_batch(None, None)
         assert trainer.training.setup.exchange is not None
-        return alive() - before, trainer.training.setup.exchange.sent_bytes
+        return count_live_bytes() - before, trainer.training.setup.exchange.sent_bytes
     finally:
         trainer.close()
 
@@ -103,9 +103,11 @@ def test_rank_holds_its_shard_of_parameters_and_state(pool: Launcher) -> None:
 
     Every live tensor of a rank is counted, also a tensor that was kept by mistake.
     """
-    serial, _ = at_rest(World(), Serial(threads=1))
+    serial, _ = measure_memory_and_traffic(World(), Serial(threads=1))
     assert 4 * LAYERS * LAYER <= serial <= 4.2 * LAYERS * LAYER
-    ranks = pool.run(at_rest, resolve_text("data(4, state=fully_sharded)"), size=4)
+    ranks = pool.run(
+        measure_memory_and_traffic, resolve_text("data(4, state=fully_sharded)"), size=4
+    )
     assert max(held for held, _ in ranks) <= 0.45 * serial
     # every layer is gathered for forward and for backward, and its gradient is summed once
     for _, sent in ranks:
@@ -155,21 +157,23 @@ class Penalised(nn.Module):
         return self.out(torch.tanh(hidden)) + self.first.weight.square().sum()
 
 
-def of(model: nn.Module, example: Tensor) -> list[str]:
+def find_units(model: nn.Module, example: Tensor) -> list[str]:
     return find_fsdp_units(model, lambda without_autocast=False: model(example))
 
 
 def test_fsdp_units_are_modules_with_private_parameters() -> None:
-    assert of(eight_equal(), torch.zeros(2, WIDTH)) == [str(each) for each in range(LAYERS)]
-    assert of(Penalised(), torch.zeros(2, 10)) == ["out"]
+    assert find_units(make_eight_equal_layers(), torch.zeros(2, WIDTH)) == [
+        str(each) for each in range(LAYERS)
+    ]
+    assert find_units(Penalised(), torch.zeros(2, 10)) == ["out"]
     # the weights are tied; a transposed output is a view
-    assert of(TiedLstm(), torch.zeros(2, 7, dtype=torch.long)) == []
-    assert of(
+    assert find_units(TiedLstm(), torch.zeros(2, 7, dtype=torch.long)) == []
+    assert find_units(
         nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4))),
         torch.zeros(2, 4),
     ) == ["0", "1.1"]
     blocks = [nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 64), nn.Linear(64, 8)) for _ in range(4)]
-    assert of(nn.Sequential(*blocks), torch.zeros(2, 8)) == [
+    assert find_units(nn.Sequential(*blocks), torch.zeros(2, 8)) == [
         f"{each}.{layer}" for each in range(4) for layer in (1, 2)
     ]
     assert select_common_units([["a", "b"], ["b", "c"]]) == ["b"]
@@ -249,7 +253,7 @@ def test_fully_sharded_over_gloo_equals_serial(pool: Launcher, column: str) -> N
     assert found[0].value <= BOUND
 
 
-def with_factor_alone(world: World) -> None:
+def train_without_forced_sum(world: World) -> None:
     with mock.patch.object(FSDPModule, "set_force_sum_reduction_for_comms"):
         trainer = Trainer.build_for_job(
             world, JOBS["mlp"], resolve_text("data(2, state=fully_sharded)")
@@ -258,7 +262,7 @@ def with_factor_alone(world: World) -> None:
 
 
 # ---- evaluation, and optimizers with modes ---------------------------------------------------
-def scores(world: World, chosen: Strategy, made: Job) -> list[float]:
+def evaluate_between_steps(world: World, chosen: Strategy, made: Job) -> list[float]:
     """Return the losses of tests before, between and after steps.
 
     The test has 515 samples; one of two ranks has 2 batches, and the other has 3.
@@ -283,8 +287,10 @@ def scores(world: World, chosen: Strategy, made: Job) -> list[float]:
 )
 def test_evaluation_with_unequal_batch_counts_per_rank(pool: Launcher, optimizer: Any) -> None:
     made = make_job("tested", make_mlp, VECTORS, optimizer=optimizer, dtype=torch.float64)
-    expected = scores(World(), Serial(threads=1), made)
-    for found in pool.run(scores, resolve_text("data(2, state=fully_sharded)"), made, size=2):
+    expected = evaluate_between_steps(World(), Serial(threads=1), made)
+    for found in pool.run(
+        evaluate_between_steps, resolve_text("data(2, state=fully_sharded)"), made, size=2
+    ):
         assert found == pytest.approx(expected, rel=1e-10)
 
 
@@ -345,7 +351,7 @@ def test_unshardable_model_is_refused_in_one_sentence(tmp_path: Path, what: str)
         train(made, "data(2, state=fully_sharded)", runs=tmp_path, skip_first_step_check=True)
 
 
-def otherwise(world: World, chosen: Strategy, way: str) -> None:
+def train_on_unequal_paths(world: World, chosen: Strategy, way: str) -> None:
     """Train; from step 1 on, the model of rank 1 takes another path."""
     made = make_job("deciding", Deciding, VECTORS)
     trainer = Trainer.build_for_job(world, made, chosen)
@@ -380,7 +386,7 @@ def test_rank_with_another_control_flow_ends_the_step(
     with pytest.raises(
         RankFailed, match=f'rank 1, step 1.*in step 0 this was "{wanted}", and now it is "{told}"'
     ):
-        pool.run(otherwise, resolve_text("data(2, state=fully_sharded)"), way, size=2)
+        pool.run(train_on_unequal_paths, resolve_text("data(2, state=fully_sharded)"), way, size=2)
 
 
 def test_fsdp_division_needs_sum_as_reduction(pool: Launcher) -> None:
@@ -389,7 +395,7 @@ def test_fsdp_division_needs_sum_as_reduction(pool: Launcher) -> None:
     No CPU backend has that reduction.
     """
     with pytest.raises(RankFailed, match=r"(?i)premul"):
-        pool.run(with_factor_alone, size=2)
+        pool.run(train_without_forced_sum, size=2)
 
 
 def test_invalid_fully_sharded_options_are_refused() -> None:

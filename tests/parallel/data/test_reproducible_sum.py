@@ -38,7 +38,7 @@ ADVERSARIAL = {
 }
 
 
-def summed(vectors: list[torch.Tensor]) -> torch.Tensor:
+def sum_in_order(vectors: list[torch.Tensor]) -> torch.Tensor:
     """Return the sum of the vectors as ranks compute it, in the order of the list."""
     shift = INTEGER_BITS - max(map(compute_exponent, vectors)) - (len(vectors) - 1).bit_length()
     whole = convert_to_integers(vectors[0], shift)
@@ -52,7 +52,7 @@ def summed(vectors: list[torch.Tensor]) -> torch.Tensor:
 @pytest.mark.parametrize("case", ADVERSARIAL)
 def test_every_order_gives_the_same_bits_within_the_bound(case: str) -> None:
     vectors = [torch.tensor(row, dtype=torch.float64) for row in ADVERSARIAL[case]]
-    results = [summed(list(order)) for order in permutations(vectors)]
+    results = [sum_in_order(list(order)) for order in permutations(vectors)]
     assert all(torch.equal(result, results[0]) for result in results)
     unit = Fraction(2) ** (max(map(compute_exponent, vectors)) + 2 - INTEGER_BITS)
     for place, column in enumerate(zip(*ADVERSARIAL[case], strict=True)):
@@ -75,8 +75,8 @@ def test_every_type_is_summed_reproducibly(dtype: torch.dtype) -> None:
     vectors = [
         (torch.randn(500) * 10.0 ** torch.randint(-3, 4, (500,))).to(dtype) for _ in range(5)
     ]
-    forth = summed(vectors)
-    back = summed(vectors[::-1])
+    forth = sum_in_order(vectors)
+    back = sum_in_order(vectors[::-1])
     assert forth.dtype == dtype
     assert torch.equal(forth, back)
     exact = torch.stack([vector.double() for vector in vectors]).sum(0)
@@ -89,7 +89,7 @@ def test_float32_is_rounded_once() -> None:
     With a step through float64, it would be rounded to a tie, and then to the even neighbour below.
     """
     vectors = [torch.tensor([value]) for value in (1.0, 2.0**-24, 2.0**-55)]
-    assert summed(vectors).item() == 1.0 + 2.0**-23
+    assert sum_in_order(vectors).item() == 1.0 + 2.0**-23
 
 
 def test_exponent_extraction() -> None:

@@ -106,17 +106,17 @@ class Lookahead(torch.optim.Optimizer):
                 parameter.copy_(slow.lerp_(parameter, 0.5))
 
 
-def hooked(parameters: object) -> torch.optim.Optimizer:
+def make_hooked_sgd(parameters: object) -> torch.optim.Optimizer:
     """Return an SGD with a step hook that gives every row the length one."""
     kept = list(parameters)  # type: ignore[call-overload]
     optimizer = torch.optim.SGD(kept, lr=0.1, momentum=0.9)
 
-    def rows_of_one(*_: object) -> None:
+    def normalize_rows(*_: object) -> None:
         for parameter in kept:
             with torch.no_grad():
                 parameter.div_(parameter.norm(dim=-1, keepdim=True))
 
-    optimizer.register_step_post_hook(rows_of_one)
+    optimizer.register_step_post_hook(normalize_rows)
     return optimizer
 
 
@@ -132,7 +132,7 @@ def lion(parameters: object) -> torch.optim.Optimizer:
     return lion_pytorch.Lion(parameters, lr=1e-3)
 
 
-def grouped(parameters: object) -> torch.optim.Optimizer:
+def make_grouped_adamw(parameters: object) -> torch.optim.Optimizer:
     first, *others = parameters  # type: ignore[misc]
     return torch.optim.AdamW(
         [
@@ -155,12 +155,12 @@ OPTIMIZERS: dict[str, Callable[[object], torch.optim.Optimizer]] = {
     "RMSprop, centered": lambda parameters: torch.optim.RMSprop(
         parameters, lr=1e-2, momentum=0.5, centered=True
     ),
-    "groups": grouped,
+    "groups": make_grouped_adamw,
     "Adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=1e-2),
     "Lion": lambda parameters: Lion(parameters, lr=1e-2),
     "normed SGD": lambda parameters: NormedSgd(parameters, lr=1e-2),
     "clipped together": lambda parameters: Together(parameters, lr=1e-2),
-    "step hook": hooked,
+    "step hook": make_hooked_sgd,
     "schedule-free, our own": lambda parameters: Averaging(parameters, lr=1e-2),
     "lr a tensor": lambda parameters: torch.optim.Adam(parameters, lr=torch.tensor(1e-2)),
     "lr a tensor, SGD": lambda parameters: torch.optim.SGD(
@@ -178,7 +178,7 @@ OPTIMIZERS: dict[str, Callable[[object], torch.optim.Optimizer]] = {
 }
 
 
-def differences(world: World, jobs: list[Job]) -> dict[str, float]:
+def measure_differences(world: World, jobs: list[Job]) -> dict[str, float]:
     resolved = strategy(f"data({world.size}, state=shared_memory)")
     return {each.name: compare_with_serial(world, each, resolved, steps=8).value for each in jobs}
 
@@ -189,7 +189,7 @@ def test_every_optimizer_trains_as_in_serial(pool: Launcher, size: int) -> None:
         make_job(name, make_mlp, VECTORS, optimizer=optimizer, clip_norm=0.5 if place % 2 else None)
         for place, (name, optimizer) in enumerate(OPTIMIZERS.items())
     ]
-    for name, value in pool.run(differences, jobs, size=size, backend="shm")[0].items():
+    for name, value in pool.run(measure_differences, jobs, size=size, backend="shm")[0].items():
         assert value < 1e-10, name
 
 
@@ -234,7 +234,7 @@ def test_optimizers_without_shared_memory(name: str, chosen: str, tmp_path: Path
     )
 
 
-def plainly(each: Job) -> tuple[dict[str, torch.Tensor], list[float]]:
+def train_plainly(each: Job) -> tuple[dict[str, torch.Tensor], list[float]]:
     """Train in a plain PyTorch loop, and test in eval mode after each epoch.
 
     Return the parameters in eval mode, and the loss of the test set after each epoch.
@@ -281,7 +281,7 @@ def test_modes_of_an_optimizer_in_training_test_model_and_resume(kind: str, tmp_
     each = make_job(
         "modes", make_mlp, VECTORS, optimizer=optimizer, dtype=torch.float64, epochs=3, test=VECTORS
     )
-    wanted, tested = plainly(each)
+    wanted, tested = train_plainly(each)
     for strategy_ in ("serial", "data(2)", "data(2, reduce=ring)"):
         run = train(each, strategy_, runs=tmp_path, save=4)
         assert [
@@ -324,7 +324,7 @@ def test_slices_divide_the_work() -> None:
     assert "rank 0 updates everything" in because
 
 
-def held(world: World, each: Job) -> tuple[int, int, int, set[int]]:
+def measure_memory(world: World, each: Job) -> tuple[int, int, int, set[int]]:
     """Train one epoch and return the memory of this rank.
 
     The result is (bytes of the rows in use, elements of this rank's Adam state, elements of all
@@ -362,7 +362,7 @@ def test_state_is_on_the_host_once(pool: Launcher) -> None:
         VECTORS,
         optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
     )
-    found = pool.run(held, each, size=3, backend="shm")
+    found = pool.run(measure_memory, each, size=3, backend="shm")
     row, _, parameters, storages = found[0]
     # two moments of all parameters, over all ranks
     assert sum(state for _, state, _, _ in found) == 2 * parameters
@@ -522,15 +522,15 @@ def test_update_method_is_probed(name: str) -> None:
 def test_step_hooks_are_not_probed() -> None:
     """A hook may hold the real parameters, which a trial would change."""
 
-    def stopped(*_: object) -> None:
+    def refuse_call(*_: object) -> None:
         raise AssertionError("run in a trial")
 
     first = torch.optim.SGD([nn.Parameter(torch.ones(3, 3))], lr=0.1)
-    first.step = stopped  # type: ignore[method-assign, assignment]
+    first.step = refuse_call  # type: ignore[method-assign, assignment]
     assert find_update_granularity(first) == "all"
     second = torch.optim.SGD([nn.Parameter(torch.ones(3, 3))], lr=0.1)
     for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
-        handle = register(stopped)
+        handle = register(refuse_call)
         assert find_update_granularity(second) == "all"
         handle.remove()
     assert find_update_granularity(second) == "element"

@@ -97,12 +97,12 @@ def test_other_output_in_eval_mode_is_refused() -> None:
     validate_run(make_job("ways", TwoWays, VECTORS), "place(2)")
 
 
-def masked_mean(output: Tensor, target: Tensor) -> Tensor:
+def compute_masked_mean(output: Tensor, target: Tensor) -> Tensor:
     keep = (target > 0).to(output.dtype)
     return (functional.cross_entropy(output, target, reduction="none") * keep).sum() / keep.sum()
 
 
-def frozen_head() -> nn.Module:
+def make_frozen_head_model() -> nn.Module:
     model = nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 4))
     model[2].requires_grad_(False)
     return model
@@ -117,11 +117,11 @@ def test_evaluation_weighs_the_loss_of_a_frozen_last_stage(tmp_path: Path) -> No
     """
     job = make_job(
         "frozen head",
-        frozen_head,
+        make_frozen_head_model,
         VECTORS,
         test=VECTORS,
         metric=None,
-        loss=masked_mean,
+        loss=compute_masked_mean,
         epochs=1,
         dtype=torch.float64,
     )
@@ -441,7 +441,7 @@ class Restarting(nn.Module):
         return self.two(torch.tanh(self.one(x)) * (0.5 if self.calls <= 2 else 1.0))
 
 
-def restarting(world: World, strategy: str) -> tuple[list[float], list[int]]:
+def train_restarting_model(world: World, strategy: str) -> tuple[list[float], list[int]]:
     torch.manual_seed(3)
     model = Restarting().double()
     losses = []
@@ -469,8 +469,8 @@ def test_counter_that_is_reset(pool: Launcher) -> None:
     Earlier, the model object that the user passed was never run. Its count stayed 0, so setting it
     to 0 was not seen as a change.
     """
-    losses, calls = restarting(World(), "serial")
-    for ours, counts in pool.run(restarting, "place(2)", size=2):
+    losses, calls = train_restarting_model(World(), "serial")
+    for ours, counts in pool.run(train_restarting_model, "place(2)", size=2):
         assert ours == pytest.approx(losses, rel=1e-10)
         assert counts == calls == [4, 4, 4, 4]
 

@@ -141,11 +141,11 @@ def test_tensor_hidden_from_its_stage_is_refused_at_start(cut: str, tmp_path: Pa
 NET = make_mlp()
 
 
-def the_net() -> nn.Module:
+def return_net() -> nn.Module:
     return NET
 
 
-def penalised(output: Tensor, target: Tensor) -> Tensor:
+def compute_penalised_loss(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(output, target) + 1e-3 * NET[0].weight.square().sum()
 
 
@@ -155,7 +155,7 @@ def test_loss_that_reads_parameters_of_another_rank(tmp_path: Path) -> None:
     Earlier, one rank of a host built the model, and the loss of the other ranks read a model of
     their own. The penalty had no gradient. The reference step ran on a copy, so it had none either.
     """
-    job = make_job("penalised", the_net, VECTORS, loss=penalised)
+    job = make_job("penalised", return_net, VECTORS, loss=compute_penalised_loss)
     for strategy in ("place(2)", "data(2, state=fully_sharded)"):
         with pytest.raises(
             pg.Refused,
@@ -241,7 +241,7 @@ class Lazy(nn.Module):
         return self.out(torch.tanh(self.second(hidden * self.mask)) + hidden)
 
 
-def two_steps(world: World, job: pg.Job, chosen: Strategy) -> list[float]:
+def train_two_steps(world: World, job: pg.Job, chosen: Strategy) -> list[float]:
     trainer = Trainer.build_for_job(world, job, chosen, skip_first_step_check=True)
     batches = trainer.batches(job.train, job.batch, epoch=0)
     found = [trainer.step(*separate_target(next(batches))).loss for _ in range(2)]
@@ -264,7 +264,7 @@ def test_buffer_created_by_the_first_forward(pool: Launcher, row: str) -> None:
     divided.
     """
     job = make_job("lazy", Lazy, VECTORS)
-    assert len(pool.run(two_steps, job, resolve_text(row), size=2)[0]) == 2
+    assert len(pool.run(train_two_steps, job, resolve_text(row), size=2)[0]) == 2
     with pytest.raises(
         pg.RankFailed,
         match=r"tensor mask: it did not exist when the model was divided, .* in the constructor",
@@ -352,18 +352,24 @@ def test_stages_run_the_largest_possible_modules() -> None:
     pipeline was slower than place.
     """
 
-    def watched(model: nn.Module, at: str) -> list[list[str]]:
+    def list_watched_stages(model: nn.Module, at: str) -> list[list[str]]:
         found = balance.partition_into_stages(model, torch.randn(6, 10), 2, (at,))
         assert [name for name, _ in found.stages[0]][:2] == ["h.0.inner", "h.0.act"]
         return [[name for name, _ in part] for part in found.watched_stages]
 
-    assert watched(Stacked(), "h.2") == [["h.0", "h.1"], ["h.2", "h.3", "out"]]
-    assert watched(Stacked(), "h.2.act") == [["h.0", "h.1", "h.2.inner"], ["h.2.act", "h.3", "out"]]
+    assert list_watched_stages(Stacked(), "h.2") == [["h.0", "h.1"], ["h.2", "h.3", "out"]]
+    assert list_watched_stages(Stacked(), "h.2.act") == [
+        ["h.0", "h.1", "h.2.inner"],
+        ["h.2.act", "h.3", "out"],
+    ]
     seen = Stacked()
     seen.h[0].inner.register_forward_hook(lambda *arguments: None)  # type: ignore[union-attr]
-    assert watched(seen, "h.2") == [["h.0.inner", "h.0.act", "h.1"], ["h.2", "h.3", "out"]]
+    assert list_watched_stages(seen, "h.2") == [
+        ["h.0.inner", "h.0.act", "h.1"],
+        ["h.2", "h.3", "out"],
+    ]
     fine = [f"h.{block}.{name}" for block in range(4) for name in ("inner", "act")]
-    assert watched(Stacked(looks=True), "h.2") == [fine[:4], [*fine[4:], "out"]]
+    assert list_watched_stages(Stacked(looks=True), "h.2") == [fine[:4], [*fine[4:], "out"]]
 
 
 def test_stage_boundaries_prefer_module_boundaries() -> None:
@@ -534,10 +540,10 @@ def test_mean_over_tokens_is_weighed_with_recompute(pool: Launcher) -> None:
     stage has no graph. Earlier, every mean was treated as a mean over samples.
     """
 
-    def error(output: Tensor, target: Tensor) -> Tensor:
+    def compute_one_hot_error(output: Tensor, target: Tensor) -> Tensor:
         return nn.functional.mse_loss(output, nn.functional.one_hot(target, 4).to(output.dtype))
 
-    job = make_job("regression", make_mlp, VECTORS, loss=error)
+    job = make_job("regression", make_mlp, VECTORS, loss=compute_one_hot_error)
     assert (
         measure_difference(pool, "pipeline(2, micro=3, schedule=gpipe, recompute=true)", job).value
         <= 1e-10
@@ -552,7 +558,7 @@ def test_plan_for_one_sample_keeps_global_batch_norm(pool: Launcher) -> None:
     them.
     """
 
-    def normed() -> nn.Module:
+    def make_conv_batch_norm_net() -> nn.Module:
         return nn.Sequential(
             nn.Unflatten(1, (1, 2, 5)),
             nn.Conv2d(1, 3, 2),
@@ -565,7 +571,7 @@ def test_plan_for_one_sample_keeps_global_batch_norm(pool: Launcher) -> None:
         )
 
     inputs, targets = VECTORS[:15]
-    job = make_job("normed", normed, TensorDataset(inputs, targets), batch=12)
+    job = make_job("normed", make_conv_batch_norm_net, TensorDataset(inputs, targets), batch=12)
     assert measure_difference(pool, "data(2) * place(2, cut=[4, 4])", job).value <= 1e-10
 
 
@@ -629,7 +635,7 @@ def test_modules_without_work_are_split_if_needed(pool: Launcher) -> None:
     assert measure_difference(pool, "place(3)", job).value <= 1e-10
 
 
-def normed() -> nn.Module:
+def make_batch_norm_net() -> nn.Module:
     return nn.Sequential(nn.Linear(10, 6), nn.BatchNorm1d(6), nn.Linear(6, 4))
 
 
@@ -646,7 +652,7 @@ def test_batch_norm_over_one_sample_per_replica(pool: Launcher) -> None:
     """
     assert (
         measure_difference(
-            pool, "data(2) * pipeline(2, micro=3)", make_job("normed", normed, POINTS)
+            pool, "data(2) * pipeline(2, micro=3)", make_job("normed", make_batch_norm_net, POINTS)
         ).value
         <= 1e-10
     )
@@ -659,7 +665,7 @@ def test_batch_norm_over_one_sample_is_refused_at_start(strategy: str, tmp_path:
         pg.Refused,
         match=r"cannot train on one sample .* out of a batch of 6; give micro of at most 3",
     ):
-        pg.train(make_job("normed", normed, POINTS), strategy, runs=tmp_path)
+        pg.train(make_job("normed", make_batch_norm_net, POINTS), strategy, runs=tmp_path)
 
 
 class Halved(torch.optim.SGD):
@@ -672,7 +678,7 @@ class Halved(torch.optim.SGD):
         super().step()
 
 
-def halving(parameters: Any) -> torch.optim.Optimizer:
+def make_halving_sgd(parameters: Any) -> torch.optim.Optimizer:
     optimizer = torch.optim.SGD(parameters, lr=0.1)
 
     def halve(*_: Any) -> None:
@@ -694,7 +700,7 @@ def test_optimizer_with_a_hook(pool: Launcher, tmp_path: Path) -> None:
         pg.RankFailed,
         match=r"SGD has the hook halve, .* in the step\(\) of an optimizer of your own",
     ):
-        pg.train(JOBS["mlp"].replace(optimizer=halving), "place(2)", runs=tmp_path)
+        pg.train(JOBS["mlp"].replace(optimizer=make_halving_sgd), "place(2)", runs=tmp_path)
     job = JOBS["mlp"].replace(optimizer=lambda parameters: Halved(parameters, lr=0.1))
     assert measure_difference(pool, "place(2)", job).value <= 1e-10
 
@@ -1066,7 +1072,7 @@ class Detached(nn.Module):
         return self.second(hidden) + (aside.detach() if self.always or len(x) == 5 else aside)
 
 
-def decaying(parameters: object) -> torch.optim.Optimizer:
+def make_decaying_adamw(parameters: object) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.3)  # type: ignore[arg-type]
 
 
@@ -1077,7 +1083,7 @@ def test_missing_gradient_in_serial_is_missing_in_a_pipeline(pool: Launcher, alw
     Earlier, the next stage sent zeros as its gradient. The optimizer's weight decay then made the
     parameter smaller.
     """
-    job = make_job("detached", lambda: Detached(always), VECTORS, optimizer=decaying)
+    job = make_job("detached", lambda: Detached(always), VECTORS, optimizer=make_decaying_adamw)
     assert measure_difference(pool, "place(2, cut=[second])", job).value <= 1e-10
 
 
@@ -1110,7 +1116,7 @@ def test_split_backward_and_torch_func(pool: Launcher) -> None:
     )
 
 
-def spectral() -> nn.Module:
+def make_spectral_norm_net() -> nn.Module:
     return nn.Sequential(
         nn.Linear(10, 10),
         nn.Tanh(),
@@ -1122,7 +1128,10 @@ def spectral() -> nn.Module:
 def test_weight_rebuilt_by_a_hook(pool: Launcher) -> None:
     """Earlier, torch's own view of a weight was refused, although each forward replaces it."""
     assert (
-        measure_difference(pool, "place(2)", make_job("spectral", spectral, VECTORS)).value <= 1e-10
+        measure_difference(
+            pool, "place(2)", make_job("spectral", make_spectral_norm_net, VECTORS)
+        ).value
+        <= 1e-10
     )
 
 
@@ -1131,13 +1140,13 @@ class Failing(nn.Module):
         super().__init__()
         self.first = nn.Linear(10, 10)
         self.out = nn.Linear(10, 4)
-        self.out.register_forward_pre_hook(fails_on_rank_1)
+        self.out.register_forward_pre_hook(fail_on_rank_1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(torch.tanh(self.first(x)))
 
 
-def fails_on_rank_1(_: nn.Module, inputs: tuple[Tensor]) -> None:
+def fail_on_rank_1(_: nn.Module, inputs: tuple[Tensor]) -> None:
     running = torch.distributed.is_initialized() and torch.distributed.get_rank() == 1
     if running and any(
         frame.f_code.co_name == "run_action" for frame, _ in traceback.walk_stack(None)
@@ -1180,7 +1189,7 @@ def test_split_backward_gives_the_same_bits(tmp_path: Path) -> None:
     assert told == ["92% of the parameters"]
 
 
-def in_buckets(world: World) -> tuple[list[bool], list[float]]:
+def sum_in_buckets(world: World) -> tuple[list[bool], list[float]]:
     """Return whether each gradient is a part of the sent bucket, and the sums.
 
     The model has two layers; one parameter has no gradient.
@@ -1224,7 +1233,7 @@ def test_gradients_live_in_the_exchange_buckets(pool: Launcher) -> None:
     Earlier, they had memory of their own, and all buckets existed until the next step. The memory
     was twice what the record said.
     """
-    assert pool.run(in_buckets, size=2) == [([True] * 3, [3.0, 30.0, 300.0])] * 2
+    assert pool.run(sum_in_buckets, size=2) == [([True] * 3, [3.0, 30.0, 300.0])] * 2
 
 
 def test_warning_names_the_micro_batches_of_batch_norm(tmp_path: Path) -> None:

@@ -200,18 +200,21 @@ def test_unusual_models_equal_serial_in_stages(
 def test_frozen_layers_receive_no_gradient(pool: Launcher) -> None:
     """Earlier, the stage after a frozen trunk ran backward through all of its frozen layers."""
 
-    def frozen() -> nn.Module:
+    def make_frozen_trunk_model() -> nn.Module:
         model = nn.Sequential(*(nn.Linear(10, 10) for _ in range(4)), nn.Linear(10, 4))
         model[:4].requires_grad_(False)
         return model
 
     seen = pool.run(
-        entering, make_job("frozen", frozen, VECTORS), resolve_text("place(2, cut=[2, 3])"), size=2
+        observe_input_gradients,
+        make_job("frozen", make_frozen_trunk_model, VECTORS),
+        resolve_text("place(2, cut=[2, 3])"),
+        size=2,
     )[1]
     assert seen == [False] * 3
 
 
-def entering(world: World, job: pg.Job, chosen: pg.Strategy) -> list[bool]:
+def observe_input_gradients(world: World, job: pg.Job, chosen: pg.Strategy) -> list[bool]:
     """Return for each forward whether the input of the second stage requires a gradient."""
     trainer = Trainer.build_for_job(world, job, chosen)
     seen = []
@@ -429,7 +432,7 @@ def test_backward_hook_of_a_divided_block(pool: Launcher, tmp_path: Path) -> Non
         pg.train(job, "place(2, cut=[block.1])", runs=tmp_path)
 
 
-def wholly_hooked() -> nn.Module:
+def make_wholly_hooked_model() -> nn.Module:
     model = Hooked()
     model.register_full_backward_pre_hook(lambda *_: None)
     return model
@@ -438,11 +441,13 @@ def wholly_hooked() -> nn.Module:
 @pytest.mark.filterwarnings("ignore:Full backward hook")
 def test_backward_hook_of_the_whole_model(tmp_path: Path) -> None:
     with pytest.raises(pg.Refused, match="a backward hook is registered on the whole model"):
-        pg.train(make_job("wholly hooked", wholly_hooked, VECTORS), "place(2)", runs=tmp_path)
+        pg.train(
+            make_job("wholly hooked", make_wholly_hooked_model, VECTORS), "place(2)", runs=tmp_path
+        )
 
 
 # ---- losses ----------------------------------------------------------------------------------
-def guarded(output: Tensor, target: Tensor) -> Tensor:
+def compute_guarded_mean(output: Tensor, target: Tensor) -> Tensor:
     """Return a mean over labelled samples; a batch may have none."""
     there = (target[:, 0] > 0).to(output.dtype)
     return ((output - target).pow(2).mean(1) * there).sum() / there.sum().clamp(min=1)
@@ -460,7 +465,7 @@ def test_batch_without_a_label(tmp_path: Path) -> None:
         "guarded",
         make_mlp,
         TensorDataset(inputs, target),
-        loss=guarded,
+        loss=compute_guarded_mean,
         batch=2,
         epochs=1,
         dtype=torch.float64,
@@ -495,13 +500,13 @@ class Clamped(nn.Module):
         self.first = nn.Linear(10, 10)
         self.second = nn.Linear(10, 10)
         self.out = nn.Linear(10, 4)
-        self.first.register_forward_hook(clamp)
+        self.first.register_forward_hook(clamp_output)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(torch.tanh(self.second(torch.tanh(self.first(x)))))
 
 
-def clamp(module: nn.Module, given: tuple[Tensor], out: Tensor) -> None:
+def clamp_output(module: nn.Module, given: tuple[Tensor], out: Tensor) -> None:
     out.clamp_(-1, 1)
 
 
@@ -568,7 +573,7 @@ def test_stage_is_the_model_object_for_its_hooks() -> None:
     assert not model.training
 
 
-def short_batch() -> nn.Module:
+def make_per_sample_norm_net() -> nn.Module:
     return nn.Sequential(
         nn.Unflatten(1, (2, 5)),
         nn.Linear(5, 5),
@@ -589,7 +594,9 @@ def test_padding_micro_batches_leave_no_trace(tmp_path: Path) -> None:
     micro-batch more, so their averages were different.
     """
     data = TensorDataset(draw_numbers(11, 10, seed=1), draw_integers(4, 11, seed=2))
-    job = make_job("short", short_batch, data, test=data, epochs=2, batch=8, dtype=torch.float64)
+    job = make_job(
+        "short", make_per_sample_norm_net, data, test=data, epochs=2, batch=8, dtype=torch.float64
+    )
     strategy = "pipeline(2, micro=4, schedule=interleaved(chunks=2))"
     reference, run = (
         pg.train(job, each, runs=tmp_path, skip_first_step_check=True)
@@ -662,7 +669,7 @@ class Told2(Told):
         return made if self.context.scale is None else made * self.context.scale
 
 
-def through_an_object() -> nn.Module:
+def make_model_with_shared_object() -> nn.Module:
     context = SimpleNamespace(scale=None)
     return nn.Sequential(Told(context), Told2(context), nn.Linear(10, 4))
 
@@ -676,7 +683,9 @@ def test_object_passed_between_stages_is_refused() -> None:
     with pytest.raises(
         pg.Refused, match="in an object that is no tuple, list or dict, or in an attribute"
     ):
-        validate_run(make_job("object", through_an_object, VECTORS), "place(2, cut=[1, 2])")
+        validate_run(
+            make_job("object", make_model_with_shared_object, VECTORS), "place(2, cut=[1, 2])"
+        )
 
 
 class Odd(nn.Linear):
@@ -704,7 +713,7 @@ def test_opaque_object_is_left_unchanged() -> None:
     assert model.words == {"a": 1}
 
 
-def spectral() -> nn.Module:
+def make_spectral_norm_model() -> nn.Module:
     return nn.Sequential(
         nn.Linear(10, 10), nn.utils.parametrizations.spectral_norm(nn.Linear(10, 4))
     )
@@ -716,7 +725,11 @@ def test_spectral_norm_in_micro_batches(tmp_path: Path) -> None:
         pg.RankFailed,
         match=r"every forward changes the buffer 1\.parametrizations.weight.0._[uv] .* micro=1",
     ):
-        pg.train(make_job("spectral", spectral, VECTORS), "pipeline(2, micro=4)", runs=tmp_path)
+        pg.train(
+            make_job("spectral", make_spectral_norm_model, VECTORS),
+            "pipeline(2, micro=4)",
+            runs=tmp_path,
+        )
 
 
 class Jagged(nn.Module):

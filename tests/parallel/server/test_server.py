@@ -75,7 +75,7 @@ pytestmark = pytest.mark.processes
 HANDED = 6.0, 2.0, 0.0, 6.0  # of a share that the queue gave to one of two workers
 
 
-def step(served: RequestHandler) -> None:
+def make_step(served: RequestHandler) -> None:
     """Make a synchronous step of two shares."""
     told: Any = AnswerRecorder()
     served.listener = told
@@ -101,15 +101,17 @@ BAD: dict[str, Callable[[], list[Any]]] = {
     "of another version": lambda: make_frames(b"pgr9" + WHOLE[4:]),
     "no known kind (99)": lambda: make_frames(WHOLE[:4] + bytes([99]) + WHOLE[5:]),
     "no known type (50)": lambda: make_frames(WHOLE[:5] + bytes([50]) + WHOLE[6:]),
-    "of another training": lambda: make_frames(replace(_header(), job=JOB + 1), b"", b""),
-    "a message of 0 parts": lambda: make_frames(_header())[:1],
-    "DONE is no question": lambda: make_frames(replace(_header(), kind=MessageType.DONE)),
-    "without its marks and its vector": lambda: make_frames(_header()),
+    "of another training": lambda: make_frames(replace(_make_header(), job=JOB + 1), b"", b""),
+    "a message of 0 parts": lambda: make_frames(_make_header())[:1],
+    "DONE is no question": lambda: make_frames(replace(_make_header(), kind=MessageType.DONE)),
+    "without its marks and its vector": lambda: make_frames(_make_header()),
     "gradients of type float32, and here are parameters of float64": lambda: make_push(
         dtype=torch.float32
     ),
     "a gradient of 61 elements for 60 parameters": lambda: make_push(elements=61),
-    "472 bytes, where its header says 480": lambda: make_frames(_header(), b"\1\1\1", bytes(472)),
+    "472 bytes, where its header says 480": lambda: make_frames(
+        _make_header(), b"\1\1\1", bytes(472)
+    ),
     "marks that do not fit the slice": lambda: make_push(marks=b"\1"),
     "a gradient that is not finite": lambda: make_push(float("nan")),
     "numbers that are not finite": lambda: make_push(numbers=(float("inf"), 0.0, 0.0, 0.0)),
@@ -123,7 +125,7 @@ BAD: dict[str, Callable[[], list[Any]]] = {
 }
 
 
-def _header() -> Header:
+def _make_header() -> Header:
     return Header(
         MessageType.PUSH,
         JOB,
@@ -140,18 +142,18 @@ def _header() -> Header:
 def test_invalid_message_is_refused_and_changes_nothing(why: str) -> None:
     served = make_server("server(2)")
     undisturbed = make_server("server(2)")
-    step(served)
-    step(undisturbed)
+    make_step(served)
+    make_step(undisturbed)
     assert why in send_and_read_refusal(served, BAD[why]())
-    step(served)
-    step(undisturbed)
+    make_step(served)
+    make_step(undisturbed)
     assert torch.equal(served.shard.values[0], undisturbed.shard.values[0])
     assert sum(served.shard.refusals.values()) == 1
 
 
 def test_mean_of_all_shares_is_one_update() -> None:
     served = make_server("server(2)")
-    step(served)
+    make_step(served)
     assert torch.equal(
         served.shard.values[0], torch.full((60,), 1 - (1 + 3) / 12, dtype=torch.float64)
     )
@@ -195,7 +197,7 @@ def test_vector_at_an_unaligned_address() -> None:
         assert torch.equal(found + found, 2 * values)
 
 
-def lying(served: RequestHandler, place: bytes, **more: Any) -> str:
+def push_shared_vector(served: RequestHandler, place: bytes, **more: Any) -> str:
     """Return why a push is refused whose vector is at this place in shared memory, or ""."""
     message = make_push(is_shared=True, **more)
     message[-1] = make_frames(place)[1]
@@ -207,14 +209,16 @@ def test_shared_vector_is_read_in_place() -> None:
     shelf = SharedBuffer([(torch.float32, 3), (torch.float64, 60)])
     shelf.vectors[1].fill_(2.0)
     place = shelf.make_frame(1, is_shared=True)
-    assert lying(served, place) == ""
+    assert push_shared_vector(served, place) == ""
     assert served.pending_pushes[0].vectors[0][1].data_ptr() != shelf.vectors[1].data_ptr()
-    assert lying(served, place, share=1, sender=2) == ""
+    assert push_shared_vector(served, place, share=1, sender=2) == ""
     assert torch.equal(served.shard.gradients[0], torch.full((60,), 4.0, dtype=torch.float64))
     shelf.vectors[1][7] = float("nan")
-    assert lying(make_server("server(2)"), place) == "a gradient that is not finite"
+    assert push_shared_vector(make_server("server(2)"), place) == "a gradient that is not finite"
     shelf.close()
-    assert lying(make_server("server(2)"), place).startswith("it lies where it cannot be read: ")
+    assert push_shared_vector(make_server("server(2)"), place).startswith(
+        "it lies where it cannot be read: "
+    )
 
 
 def test_invalid_shared_memory_references_are_refused() -> None:
@@ -247,19 +251,21 @@ def test_invalid_shared_memory_references_are_refused() -> None:
         ),
     ]
     for place in unreadable:
-        assert lying(make_server("server(2)"), place).startswith(
+        assert push_shared_vector(make_server("server(2)"), place).startswith(
             "it lies where it cannot be read: "
         ), place
     for start in (0, int(size), int(size) - 472, -490, 10**30):
         assert (
-            lying(make_server("server(2)"), f"{start} {address}".encode())
+            push_shared_vector(make_server("server(2)"), f"{start} {address}".encode())
             == "it lies beyond the end of what can be read"
         )
     served = make_server("server(2)")
     told = AnswerRecorder()
     told.address = Address("tcp://10.0.0.1:4000", b"key")
     served.listener = told  # type: ignore[assignment]
-    assert lying(served, shelf.get_location(0)) == "it lies in the memory of another host"
+    assert (
+        push_shared_vector(served, shelf.get_location(0)) == "it lies in the memory of another host"
+    )
     shelf.close()
 
 
@@ -308,7 +314,7 @@ def test_vectors_of_one_host_use_shared_memory(
         assert set(found) == {told}
 
 
-def unopened() -> nn.Module:
+def make_mlp_without_memory_access() -> nn.Module:
     """Return a model. Outside of the launcher, block access to the memory of other processes."""
     if os.environ["PARAGRAD_TEST_LAUNCHER"] != str(os.getpid()):
         shelf_of.open_region = mock.Mock(side_effect=RuntimeError("not permitted"))
@@ -321,7 +327,7 @@ def test_unreadable_shared_vector_is_sent(tmp_path: Path, monkeypatch: pytest.Mo
     Earlier, a push was then refused, which ended the training.
     """
     monkeypatch.setenv("PARAGRAD_TEST_LAUNCHER", str(os.getpid()))
-    made = make_job("unopened", unopened, VECTORS).replace(epochs=1)
+    made = make_job("unopened", make_mlp_without_memory_access, VECTORS).replace(epochs=1)
     run = pg.train(made, "server(2)", runs=tmp_path)
     assert run.losses == pytest.approx(pg.train(made, "serial", runs=tmp_path).losses, rel=1e-5)
     told = {
@@ -344,7 +350,7 @@ def test_parameter_replies_rotate_over_the_workers() -> None:
         served.handle_message(make_push(step=0, share=share, shares=3, sender=share))
     told.answers.clear()
 
-    def asks(sender: int, turn: int = 0, lies: bool = False) -> list[bytes]:
+    def request_update(sender: int, turn: int = 0, lies: bool = False) -> list[bytes]:
         before = len(told.answers)
         header = Header(
             MessageType.UPDATE,
@@ -360,11 +366,11 @@ def test_parameter_replies_rotate_over_the_workers() -> None:
             whose for whose, header, _ in told.answers[before:] if header.kind == MessageType.VALUES
         ]
 
-    assert [asks(0, 2), asks(2, 1)] == [[], []]
+    assert [request_update(0, 2), request_update(2, 1)] == [[], []]
     # a worker that is not expected, or not any more, gets an answer at once
-    assert [asks(9), asks(0)] == [[b"w9"], [b"w0"]]
-    assert asks(1, 0) == [b"w1", b"w2", b"w0"]
-    assert asks(1, 0) == [b"w1"]
+    assert [request_update(9), request_update(0)] == [[b"w9"], [b"w0"]]
+    assert request_update(1, 0) == [b"w1", b"w2", b"w0"]
+    assert request_update(1, 0) == [b"w1"]
 
 
 def test_servers_keep_the_staleness_bound_under_torchrun() -> None:
@@ -373,7 +379,7 @@ def test_servers_keep_the_staleness_bound_under_torchrun() -> None:
     told = AnswerRecorder()
     served.listener = told  # type: ignore[assignment]
 
-    def pulls(sender: int, step: int) -> list[tuple[int, int]]:
+    def pull_parameters(sender: int, step: int) -> list[tuple[int, int]]:
         """Return (sender, step) of each worker that gets parameters now."""
         before = len(told.answers)
         served.handle_message(
@@ -388,15 +394,19 @@ def test_servers_keep_the_staleness_bound_under_torchrun() -> None:
         ]
 
     # no other worker has come yet
-    assert [pulls(0, 4), pulls(0, 5), pulls(0, 6)] == [[(0, 4)], [(0, 5)], []]
-    assert [pulls(1, 4), pulls(2, 4)] == [[(1, 4)], [(2, 4)]]
-    assert pulls(1, 5) == [(1, 5)]
-    assert pulls(1, 6) == []
-    assert sorted(pulls(2, 5)) == [(0, 6), (1, 6), (2, 5)]
+    assert [pull_parameters(0, 4), pull_parameters(0, 5), pull_parameters(0, 6)] == [
+        [(0, 4)],
+        [(0, 5)],
+        [],
+    ]
+    assert [pull_parameters(1, 4), pull_parameters(2, 4)] == [[(1, 4)], [(2, 4)]]
+    assert pull_parameters(1, 5) == [(1, 5)]
+    assert pull_parameters(1, 6) == []
+    assert sorted(pull_parameters(2, 5)) == [(0, 6), (1, 6), (2, 5)]
     served.handle_message(make_frames(Header(MessageType.EXCLUDE, JOB, 2, shares=3), whose=b"w2"))
     # worker 2 waits for the others before a save
-    assert [pulls(0, 7), pulls(1, 7)] == [[(0, 7)], [(1, 7)]]
-    assert pulls(0, 9) == []
+    assert [pull_parameters(0, 7), pull_parameters(1, 7)] == [[(0, 7)], [(1, 7)]]
+    assert pull_parameters(0, 9) == []
     told.answers.clear()
     served.handle_message(
         make_frames(
@@ -473,11 +483,11 @@ def test_only_known_keys_connect_between_hosts() -> None:
         for noise in (os.urandom(64), b"GET / HTTP/1.0\r\n\r\n", b"", os.urandom(10_000)):
             with socket.create_connection(("127.0.0.1", port)) as raw:
                 raw.sendall(noise)
-        assert _answered(listening, others) == "nothing came"
-        assert _answered(listening, mine) == "DONE"
+        assert _request_and_read_answer(listening, others) == "nothing came"
+        assert _request_and_read_answer(listening, mine) == "DONE"
         assert listening.address.key is not None
         bare = replace(listening.address, key=None)
-        assert _answered(listening, mine, bare) == "nothing came"
+        assert _request_and_read_answer(listening, mine, bare) == "nothing came"
     finally:
         listening.close()
 
@@ -514,7 +524,7 @@ def test_vector_is_received_as_sent(host: str | None, length: int) -> None:
         listening.close()
 
 
-def _answered(listening: Listener, keys: KeyPair, at: Any = None) -> str:
+def _request_and_read_answer(listening: Listener, keys: KeyPair, at: Any = None) -> str:
     """Return the kind of the answer to a request with these keys."""
     calling = ServerClient([at or listening.address], 1000, keys, 30.0)
     try:
@@ -553,7 +563,7 @@ def test_stopped_worker_restarts_its_time_limit(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(time, "monotonic", lambda: clock() + (100.0 if next(later) > 2 else 0.0))
     send = calling._send_frames
 
-    def sending(server: int, frames: Any) -> None:
+    def send_after_clock_jump(server: int, frames: Any) -> None:
         if next(later) > 5:  # it asks again, and is answered
             send(server, frames)
             whose, header, *_ = listening.receive_message(20.0) or []
@@ -561,7 +571,7 @@ def test_stopped_worker_restarts_its_time_limit(monkeypatch: pytest.MonkeyPatch)
                 whose.bytes, replace(unpack_header(header.bytes), kind=MessageType.DONE)
             )
 
-    monkeypatch.setattr(calling, "_send_frames", sending)
+    monkeypatch.setattr(calling, "_send_frames", send_after_clock_jump)
     try:
         assert [
             header.kind
@@ -605,10 +615,10 @@ def test_ticket_has_the_number_of_workers() -> None:
 def test_number_of_workers_reaches_the_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def many(ticket: Ticket, **changes: Any) -> Ticket:
+    def claim_many_workers(ticket: Ticket, **changes: Any) -> Ticket:
         return replace(ticket, **{**changes, "workers": 10**6})
 
-    monkeypatch.setattr("paragrad.parallel.server.work_queue.replace", many)
+    monkeypatch.setattr("paragrad.parallel.server.work_queue.replace", claim_many_workers)
     one, more = (
         pg.train(make_vectors_job(epochs=epochs), "server(2, servers=2, sync=asp)", runs=tmp_path)
         .model()
@@ -709,7 +719,7 @@ def test_invalid_request_is_refused() -> None:
 # ---- trainings -------------------------------------------------------------------------------
 
 
-def halving(optimizer: Any) -> Any:
+def make_halving_lr(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
 
 
@@ -722,7 +732,7 @@ def halving(optimizer: Any) -> Any:
             Subset(VECTORS, range(24)),
             test=VECTORS,
             clip_norm=0.5,
-            scheduler=halving,
+            scheduler=make_halving_lr,
             scheduler_every="step",
         ),
         pytest.param(
@@ -756,7 +766,7 @@ def test_single_asynchronous_worker_equals_serial(
         assert torch.allclose(run.model().state_dict()[name], tensor, rtol=1e-9, atol=1e-12), name
 
 
-def large() -> nn.Module:
+def make_large_mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(10, 500), nn.Tanh(), nn.Linear(500, 4))
 
 
@@ -780,7 +790,7 @@ def test_pushes_may_be_compressed(
 
     With int8, this is less than one unit of the largest entry of each share.
     """
-    made = make_job("large", large, VECTORS).replace(
+    made = make_job("large", make_large_mlp, VECTORS).replace(
         dtype=torch.float64, epochs=1, optimizer=functools.partial(torch.optim.SGD, lr=0.1)
     )
     run, serial = (
@@ -841,7 +851,7 @@ def test_malformed_compressed_push_is_refused() -> None:
     assert "not finite" in send_and_read_refusal(
         served,
         make_frames(
-            replace(_header(), numbers=(6.0, 3.0, 0.0, 6.0, 6.0), step=0),
+            replace(_make_header(), numbers=(6.0, 3.0, 0.0, 6.0, 6.0), step=0),
             b"\1\1\1",
             bytes(torch.full((60,), math.inf).bfloat16().view(torch.uint8).numpy()),
         ),
@@ -958,7 +968,7 @@ def test_changes_of_8_bit_counters_are_averaged() -> None:
     shard.shared_buffer.close()
 
 
-def drawing(output: Tensor, target: Tensor) -> Tensor:
+def draw_and_compute_loss(output: Tensor, target: Tensor) -> Tensor:
     """A loss that writes the next random number of numpy to a file, once in each process."""
     if torch.is_grad_enabled() and os.getpid() != int(os.environ["PARAGRAD_TEST_LAUNCHER"]):
         with (
@@ -978,7 +988,7 @@ def test_workers_draw_different_numbers(tmp_path: Path, monkeypatch: pytest.Monk
     drawn.mkdir()
     monkeypatch.setenv("PARAGRAD_TEST_DRAWN", str(drawn))
     monkeypatch.setenv("PARAGRAD_TEST_LAUNCHER", str(os.getpid()))
-    pg.train(make_vectors_job(loss=drawing), "server(2, sync=ssp(0))", runs=tmp_path)
+    pg.train(make_vectors_job(loss=draw_and_compute_loss), "server(2, sync=ssp(0))", runs=tmp_path)
     found = [path.read_text() for path in drawn.iterdir()]
     assert len(set(found)) == len(found) == 2
 
@@ -1245,7 +1255,7 @@ def test_applied_share_without_a_worker_record_is_audited(
     assert found == (mine if wrote is None else [(wrote, 1, [[18, 24]], [6.0, 6.0])])
 
 
-def raising(output: Tensor, target: Tensor) -> Tensor:
+def raise_or_compute_loss(output: Tensor, target: Tensor) -> Tensor:
     if (
         torch.is_grad_enabled()
         and float(target.sum()) > 0
@@ -1259,7 +1269,7 @@ def raising(output: Tensor, target: Tensor) -> Tensor:
 def test_asynchronous_worker_exception_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = make_vectors_job(loss=raising)
+    made = make_vectors_job(loss=raise_or_compute_loss)
     begin = queue_coordinator.QueueCoordinator.start_process
 
     def start(self: queue_coordinator.QueueCoordinator, number: int, server: int | None) -> None:
@@ -1271,7 +1281,7 @@ def test_asynchronous_worker_exception_ends_the_run(
         pg.train(made, "server(2, sync=asp)", runs=tmp_path)
 
 
-def ending(optimizer: Any) -> Any:
+def make_short_one_cycle_lr(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=4)
 
 
@@ -1282,7 +1292,7 @@ def test_failing_server_names_the_step(text: str, tmp_path: Path) -> None:
     Earlier, every server named step 0, because the rank of a server makes no steps.
     """
     with pytest.raises(pg.RankFailed, match="total steps is 4") as failed:
-        pg.train(make_vectors_job(scheduler=ending), text, runs=tmp_path)
+        pg.train(make_vectors_job(scheduler=make_short_one_cycle_lr), text, runs=tmp_path)
     assert failed.value.step == 4
 
 
@@ -1307,10 +1317,10 @@ def test_server_exit_after_saving_does_not_fail_the_run(
 def test_failing_listener_is_recorded_as_a_failed_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def listening(*_: Any) -> None:
+    def raise_port_error(*_: Any) -> None:
         raise StepFailed("the port is somebody else's by now")
 
-    monkeypatch.setattr(queue_coordinator, "Listener", listening)
+    monkeypatch.setattr(queue_coordinator, "Listener", raise_port_error)
     with pytest.raises(pg.RankFailed, match="somebody else's by now"):
         pg.train(make_vectors_job(epochs=1), "server(2, sync=asp)", runs=tmp_path)
     record = Record(next(tmp_path.iterdir()))

@@ -52,11 +52,13 @@ ELEMENTS = 10 * WIDTH + WIDTH + WIDTH * 4 + 4
 LONGEST = 4 * ELEMENTS  # bytes of the server's one vector
 
 
-def wide() -> nn.Module:
+def make_wide_mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(10, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4))
 
 
-WIDE = make_job("wide", wide, VECTORS).replace(epochs=STEPS // 3)  # an epoch has three steps
+WIDE = make_job("wide", make_wide_mlp, VECTORS).replace(
+    epochs=STEPS // 3  # an epoch has three steps
+)
 
 
 # ---- in the ranks of the training ------------------------------------------------------------
@@ -73,7 +75,7 @@ class Insight:
     keys: KeyPair
 
 
-def beside(world: World, *arguments: Any, place: str, **more: Any) -> Any:
+def run_rank_during_flood(world: World, *arguments: Any, place: str, **more: Any) -> Any:
     """Run a rank of the training, over TCP on any backend.
 
     Before each step, a worker waits until the flood goes on.
@@ -83,16 +85,16 @@ def beside(world: World, *arguments: Any, place: str, **more: Any) -> Any:
         nonlocal seen
         if self.step > seen:
             seen = self.step
-            meeting.send((insight(self), sent.copy()))
+            meeting.send((collect_insight(self), sent.copy()))
             sent.clear()
             assert meeting.poll(WAIT), "the flood does not go on"
             meeting.recv()
         begun(self)
 
-    def insight(self: worker_exchange.WorkerExchange) -> Insight:
+    def collect_insight(self: worker_exchange.WorkerExchange) -> Insight:
         return Insight(self.job, self.sender, self.client.address, self.client.keys)
 
-    def made(
+    def initialize_client(
         self: ServerClient,
         servers: Sequence[Address],
         longest: int,
@@ -119,9 +121,9 @@ def beside(world: World, *arguments: Any, place: str, **more: Any) -> Any:
 
     def serve(self: server_exchange.ServerExchange) -> None:
         Path("/proc/self/clear_refs").write_text("5")  # begin a new measurement of the peak
-        before = resident("VmRSS")
+        before = read_memory_size("VmRSS")
         serves(self)
-        Path(place, "grown").write_text(str(resident("VmHWM") - before))
+        Path(place, "grown").write_text(str(read_memory_size("VmHWM") - before))
 
     seen = 0
     sent = list[list[bytes]]()
@@ -134,7 +136,7 @@ def beside(world: World, *arguments: Any, place: str, **more: Any) -> Any:
         for owner, name, other in (
             (server_exchange, "find_own_host", lambda world: "127.0.0.1"),
             (worker_exchange.WorkerExchange, "begin", begin),
-            (ServerClient, "__init__", made),
+            (ServerClient, "__init__", initialize_client),
             (ServerClient, "_send_frames", send),
             (Listener, "allow_keys", allow),
             (server_exchange.ServerExchange, "serve", serve),
@@ -145,7 +147,7 @@ def beside(world: World, *arguments: Any, place: str, **more: Any) -> Any:
         return train_rank(world, *arguments, **more)
 
 
-def resident(what: str) -> int:
+def read_memory_size(what: str) -> int:
     """Return the size of this process's memory in bytes, by the kernel's name of the value."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(what))
@@ -167,7 +169,9 @@ class Spoiled:
     told: Insight
     before: list[Message]
 
-    def gradient(self, body: bytes | None = None, marks: bytes = b"\1" * 4, **more: Any) -> Message:
+    def make_gradient_push(
+        self, body: bytes | None = None, marks: bytes = b"\1" * 4, **more: Any
+    ) -> Message:
         """Return a worker's push of a step that is long over, with the given changes."""
         header = Header(
             MessageType.PUSH,
@@ -183,8 +187,8 @@ class Spoiled:
         )
         return [header.pack_header(), marks, bytes(LONGEST) if body is None else body]
 
-    def cut_off(self) -> Drawn:
-        header, marks, body = self.gradient()
+    def make_cut_off(self) -> Drawn:
+        header, marks, body = self.make_gradient_push()
         return self.draw.choice(
             [
                 (
@@ -206,8 +210,8 @@ class Spoiled:
             ]
         )
 
-    def noise(self) -> Drawn:
-        header = self.draw.randbytes(len(self.gradient()[0]))
+    def make_noise(self) -> Drawn:
+        header = self.draw.randbytes(len(self.make_gradient_push()[0]))
         return self.draw.choice(
             [
                 ("a message of N parts", [self.draw.randbytes(9)] * self.draw.randrange(4, 9)),
@@ -218,57 +222,60 @@ class Spoiled:
             ]
         )
 
-    def replayed(self) -> Drawn:
+    def replay_earlier(self) -> Drawn:
         message = self.draw.choice(self.before)
         return f"{'a gradient' if len(message) == 3 else 'an update'} of an earlier step", message
 
-    def of_another_shape(self) -> Drawn:
+    def make_other_shape(self) -> Drawn:
         fewer = self.draw.randrange(1, ELEMENTS)
         return self.draw.choice(
             [
                 (
                     "a gradient of N elements for N parameters",
-                    self.gradient(bytes(4 * fewer), elements=fewer),
+                    self.make_gradient_push(bytes(4 * fewer), elements=fewer),
                 ),
                 (
                     "it is for a vector that is not here",
-                    self.gradient(slot=self.draw.randrange(1, 2**32)),
+                    self.make_gradient_push(slot=self.draw.randrange(1, 2**32)),
                 ),
             ]
         )
 
-    def of_another_type(self) -> Drawn:
+    def make_other_type(self) -> Drawn:
         dtype = self.draw.choice([each for each in DTYPES if each != torch.float32])
         return (
             f"gradients of type {str(dtype).removeprefix('torch.')}, and here are parameters of "
             "float32",
-            self.gradient(bytes(dtype.itemsize * ELEMENTS), dtype=dtype),
+            self.make_gradient_push(bytes(dtype.itemsize * ELEMENTS), dtype=dtype),
         )
 
-    def not_finite(self) -> Drawn:
+    def make_not_finite(self) -> Drawn:
         bad = self.draw.choice([float("nan"), float("inf"), -float("inf")])
         vector = torch.zeros(ELEMENTS)
         vector[self.draw.randrange(ELEMENTS)] = bad
         return self.draw.choice(
             [
-                ("a gradient that is not finite", self.gradient(vector.numpy().tobytes())),
-                ("numbers that are not finite", self.gradient(numbers=(6.0, bad))),
+                (
+                    "a gradient that is not finite",
+                    self.make_gradient_push(vector.numpy().tobytes()),
+                ),
+                ("numbers that are not finite", self.make_gradient_push(numbers=(6.0, bad))),
             ]
         )
 
-    def oversized(self) -> Drawn:
+    def make_oversized(self) -> Drawn:
         """Return a push that is too long for the server, but not for the socket."""
         more = ELEMENTS + self.draw.randrange(1, TEXT_BYTES // 4 - 64)
         return (
             "a gradient of N elements for N parameters",
-            self.gradient(bytes(4 * more), elements=more),
+            self.make_gradient_push(bytes(4 * more), elements=more),
         )
 
-    def of_a_later_step(self) -> Drawn:
+    def make_later_step(self) -> Drawn:
         later = STEPS + self.draw.randrange(2**40)
         return self.draw.choice(
             [
-                ("a gradient of a later step", self.gradient(step=later)),
+                ("a gradient of a later step", self.make_gradient_push(step=later)),
                 (
                     "an update of a later step",
                     [
@@ -284,29 +291,31 @@ class Spoiled:
             ]
         )
 
-    def of_another_job(self) -> Drawn:
-        return "it is of another training", self.gradient(
+    def make_other_job(self) -> Drawn:
+        return "it is of another training", self.make_gradient_push(
             job=self.told.job ^ self.draw.randrange(1, 2**63)
         )
 
-    def drawn(self) -> Drawn:
+    def draw_message(self) -> Drawn:
         return self.draw.choice(
             [
-                self.cut_off,
-                self.noise,
-                self.replayed,
-                self.of_another_shape,
-                self.of_another_type,
-                self.not_finite,
-                self.oversized,
-                self.of_a_later_step,
-                self.of_another_job,
+                self.make_cut_off,
+                self.make_noise,
+                self.replay_earlier,
+                self.make_other_shape,
+                self.make_other_type,
+                self.make_not_finite,
+                self.make_oversized,
+                self.make_later_step,
+                self.make_other_job,
             ]
         )()
 
 
 @contextlib.contextmanager
-def line_to(at: Address, keys: KeyPair) -> Iterator[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
+def open_connection(
+    at: Address, keys: KeyPair
+) -> Iterator[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
     """Open a connection that is not made again.
 
     Yield it, and a socket that reports its end.
@@ -328,7 +337,7 @@ def line_to(at: Address, keys: KeyPair) -> Iterator[tuple[zmq.Socket[bytes], zmq
         yield line, ended
 
 
-def with_the_key(line: zmq.Socket[bytes], told: Insight, messages: Iterable[Message]) -> None:
+def send_with_key(line: zmq.Socket[bytes], told: Insight, messages: Iterable[Message]) -> None:
     """Send all messages as fast as the server accepts them; then wait until it has read all."""
     for message in messages:
         line.send_multipart(message, copy=False)
@@ -344,15 +353,15 @@ def with_the_key(line: zmq.Socket[bytes], told: Insight, messages: Iterable[Mess
             return
 
 
-def sent_away(at: Address, keys: KeyPair, message: Message) -> None:
+def send_and_wait_for_end(at: Address, keys: KeyPair, message: Message) -> None:
     """Send a message over its own connection, and wait until the server ends that connection."""
-    with line_to(at, keys) as (line, ended):
+    with open_connection(at, keys) as (line, ended):
         with contextlib.suppress(zmq.Again):  # the server has ended it already
             line.send_multipart(message, zmq.NOBLOCK)
         assert ended.poll(1000 * WAIT), "the server let it in"
 
 
-def over_tcp(at: Address, noise: bytes) -> None:
+def send_over_tcp(at: Address, noise: bytes) -> None:
     """Send some bytes, and wait until the server closes the connection."""
     host, port = at.endpoint.removeprefix("tcp://").split(":")
     with (
@@ -366,7 +375,7 @@ def over_tcp(at: Address, noise: bytes) -> None:
             pass
 
 
-def noises(draw: random.Random, count: int) -> list[bytes]:
+def draw_noises(draw: random.Random, count: int) -> list[bytes]:
     """Return random bytes; some begin with a greeting like that of ZeroMQ."""
     greeting = b"\xff" + bytes(8) + b"\x7f\3\1" + b"CURVE".ljust(20, b"\0") + bytes(32)
     return [
@@ -389,13 +398,16 @@ def flood(door: socket.socket, count: int, seed: int) -> tuple[Counter[str], int
     parts = [count // (STEPS - 2)] * (STEPS - 2)
     with contextlib.ExitStack() as stack:
         workers = [stack.enter_context(Connection(door.accept()[0].detach())) for _ in range(2)]
-        told, _ = (heard(worker, before) for worker in workers)
-        line, _ = stack.enter_context(line_to(told.at, told.keys))
+        told, _ = (receive_report(worker, before) for worker in workers)
+        line, _ = stack.enter_context(open_connection(told.at, told.keys))
         crowd = stack.enter_context(ThreadPoolExecutor(4))
         for part in parts:
             for worker in workers:
                 worker.send("the flood goes on")
-            drawn = [Spoiled(draw, told, earlier(before)).drawn() for _ in range(part)]
+            drawn = [
+                Spoiled(draw, told, select_replayable_messages(before)).draw_message()
+                for _ in range(part)
+            ]
             size += sum(len(frame) for _, message in drawn for frame in message)
             refused.update(why for why, _ in drawn)
             away = [
@@ -403,9 +415,11 @@ def flood(door: socket.socket, count: int, seed: int) -> tuple[Counter[str], int
                 (told.at, KeyPair.generate_pair(), BARE),
                 (told.at, told.keys, [bytes(LONGEST + TEXT_BYTES + 1)]),
             ] * max(1, part // 100)
-            jobs = [crowd.submit(over_tcp, told.at, noise) for noise in noises(draw, part)]
-            jobs += [crowd.submit(sent_away, *each) for each in away]
-            with_the_key(line, told, (message for _, message in drawn))
+            jobs = [
+                crowd.submit(send_over_tcp, told.at, noise) for noise in draw_noises(draw, part)
+            ]
+            jobs += [crowd.submit(send_and_wait_for_end, *each) for each in away]
+            send_with_key(line, told, (message for _, message in drawn))
             for each in jobs:
                 each.result(WAIT)
             refused.update(
@@ -416,7 +430,7 @@ def flood(door: socket.socket, count: int, seed: int) -> tuple[Counter[str], int
                 }
             )
             for worker in workers:
-                heard(worker, before)
+                receive_report(worker, before)
         # no flood during the last step: the server has read all of it
         for worker in workers:
             worker.send("it is over")
@@ -426,7 +440,7 @@ def flood(door: socket.socket, count: int, seed: int) -> tuple[Counter[str], int
     return refused, size
 
 
-def heard(worker: Connection, before: list[Message]) -> Insight:
+def receive_report(worker: Connection, before: list[Message]) -> Insight:
     """Return a worker's report before a step, and append what it has sent to `before`."""
     assert worker.poll(WAIT), "a worker does not go on"
     insight, sent = worker.recv()
@@ -434,7 +448,7 @@ def heard(worker: Connection, before: list[Message]) -> Insight:
     return insight  # type: ignore[no-any-return]
 
 
-def earlier(before: list[Message]) -> list[Message]:
+def select_replayable_messages(before: list[Message]) -> list[Message]:
     """Return the messages that workers may not send again.
 
     Each worker requests each update, so the last request may come again.
@@ -464,7 +478,7 @@ def test_flood_is_refused_by_name_and_training_is_bit_equal(
     # servers are ranks of the workers' world, as between hosts
     monkeypatch.setattr(Server, "can_recover", False)
     undisturbed = pg.train(WIDE, "server(2)", runs=tmp_path, check=0)
-    monkeypatch.setattr(train, "train_rank", partial(beside, place=str(tmp_path)))
+    monkeypatch.setattr(train, "train_rank", partial(run_rank_during_flood, place=str(tmp_path)))
     with ThreadPoolExecutor(1) as other, socket.socket(socket.AF_UNIX) as door:
         door.settimeout(WAIT)
         door.bind(str(tmp_path / "meeting"))
@@ -533,13 +547,13 @@ def test_repeated_leave_message_counts_once() -> None:
 
 
 @pytest.fixture
-def listening() -> Iterator[Listener]:
+def listener() -> Iterator[Listener]:
     found = Listener(LONGEST, "127.0.0.1", KeyPair.generate_pair())
     yield found
     found.close()
 
 
-def test_unknown_connections_do_not_affect_the_workers(listening: Listener) -> None:
+def test_unknown_connections_do_not_affect_the_workers(listener: Listener) -> None:
     """Earlier, each unknown connection counted as a worker that had left.
 
     With as many of them as workers, a server assumed that no worker was left. While there was work,
@@ -547,36 +561,37 @@ def test_unknown_connections_do_not_affect_the_workers(listening: Listener) -> N
     """
     keys = KeyPair.generate_pair()
     draw = random.Random(2)
-    listening.allow_keys([keys.public])
-    with line_to(listening.address, keys) as (line, _), ThreadPoolExecutor(4) as crowd:
+    listener.allow_keys([keys.public])
+    with open_connection(listener.address, keys) as (line, _), ThreadPoolExecutor(4) as crowd:
         line.send(b"first")
-        assert listening.receive_message(WAIT)
+        assert listener.receive_message(WAIT)
         strangers = [
-            crowd.submit(over_tcp, listening.address, noise) for noise in noises(draw, 2500)
+            crowd.submit(send_over_tcp, listener.address, noise)
+            for noise in draw_noises(draw, 2500)
         ]
         while not all(each.done() for each in strangers):
-            assert listening.receive_message(0.01) is None
+            assert listener.receive_message(0.01) is None
         line.send(b"second")
-        found = listening.receive_message(WAIT)
+        found = listener.receive_message(WAIT)
         assert found is not None
         assert found[1].bytes == b"second"
-        assert listening.receive_message(0) is None
-        assert listening.connection_count == 1
-        assert listening.refusals == {"a connection that is not encrypted, or not ZeroMQ's": 2500}
+        assert listener.receive_message(0) is None
+        assert listener.connection_count == 1
+        assert listener.refusals == {"a connection that is not encrypted, or not ZeroMQ's": 2500}
 
 
-def test_busy_server_is_sent_no_more_than_socket_buffers(listening: Listener) -> None:
+def test_busy_server_is_sent_no_more_than_socket_buffers(listener: Listener) -> None:
     """While the server reads nothing, the sender waits when all buffers are full.
 
     These are the buffers of both sockets and of the system (some megabytes, of 120 KB each).
     """
     keys = KeyPair.generate_pair()
-    listening.allow_keys([keys.public])
-    with line_to(listening.address, keys) as (line, _):
+    listener.allow_keys([keys.public])
+    with open_connection(listener.address, keys) as (line, _):
         sent = 0
         while sent < 2000 and line.poll(1000, zmq.POLLOUT):
             line.send_multipart([b"", b"", bytes(LONGEST)], copy=False)
             sent += 1
         assert 2 * MESSAGE_LIMIT <= sent <= 2 * MESSAGE_LIMIT + 16 * 2**20 // LONGEST
         for _ in range(sent):
-            assert listening.receive_message(WAIT)
+            assert listener.receive_message(WAIT)

@@ -85,7 +85,7 @@ class Asker:
 
 
 @contextlib.contextmanager
-def listening(at: Address | None = None, **more: Any) -> Iterator[Listener]:
+def open_listener(at: Address | None = None, **more: Any) -> Iterator[Listener]:
     found = Listener(8 * 60, None, KeyPair.generate_pair(), at, **more)
     try:
         yield found
@@ -93,7 +93,7 @@ def listening(at: Address | None = None, **more: Any) -> Iterator[Listener]:
         found.close()
 
 
-def taken(here: Listener) -> tuple[bytes, Header, int]:
+def receive_request(here: Listener) -> tuple[bytes, Header, int]:
     """Receive a message. Return its connection, its header and its number of parts."""
     came = here.receive_message(WAIT)
     assert came is not None
@@ -113,10 +113,10 @@ def test_request_is_sent_once_however_long_the_answer_takes(question: Any) -> No
     the link was full of copies. After some vectors the worker failed, because no answer came within
     its limit.
     """
-    with listening() as here:
+    with open_listener() as here:
         asker = Asker(here.address, question)
-        whose, first, parts = taken(here)
-        reminders = [taken(here) for _ in range(4)]
+        whose, first, parts = receive_request(here)
+        reminders = [receive_request(here) for _ in range(4)]
         here.send_answer(whose, first.make_answer(MessageType.DONE))
         assert asker.end() == [MessageType.DONE]
     assert (first.kind, parts) == (question[1].kind, 2 + len(question[2]))
@@ -133,7 +133,7 @@ def test_acknowledged_request_waits_beyond_its_time_limit() -> None:
     """
     served = make_server("server(3, sync=bsp(backup=1))")
     waits = 0
-    with listening() as here:
+    with open_listener() as here:
         served.listener = here
         asker = Asker(here.address, (0, PUSH, (b"\1\1\1", view_bytes(VECTOR))), seconds=2.0)
         while waits < 60:  # three seconds, with 0.05 between them
@@ -150,12 +150,12 @@ def test_acknowledged_request_waits_beyond_its_time_limit() -> None:
 @pytest.mark.story
 def test_each_answer_has_the_full_time_limit() -> None:
     """Earlier, all answers together had one time limit."""
-    with listening() as here:
+    with open_listener() as here:
         asker = Asker(here.address, *[(0, PULL, ())] * 8, seconds=3.0, again=0.5)
-        questions = [taken(here) for _ in range(8)]
+        questions = [receive_request(here) for _ in range(8)]
         # answer each request after a silence, four seconds in all
         for whose, header, _ in questions:
-            while taken(here)[1].call != questions[-1][1].call:
+            while receive_request(here)[1].call != questions[-1][1].call:
                 pass
             here.send_answer(whose, header.make_answer(MessageType.DONE))
         assert asker.end() == [MessageType.DONE] * 8
@@ -169,7 +169,7 @@ class Desk:
         self.told = AnswerRecorder()
         self.served = make_server(text, self.told)
 
-    def said(self, message: list[Any]) -> list[tuple[bytes, MessageType, int]]:
+    def answer_message(self, message: list[Any]) -> list[tuple[bytes, MessageType, int]]:
         before = len(self.told.answers)
         self.served.handle_message(message)
         return [
@@ -177,8 +177,8 @@ class Desk:
             for whose, header, _ in self.told.answers[before:]
         ]
 
-    def reminded(self, call: int, whose: bytes = b"w0", sender: int = 1) -> MessageType:
-        ((_, kind, _),) = self.said(
+    def answer_reminder(self, call: int, whose: bytes = b"w0", sender: int = 1) -> MessageType:
+        ((_, kind, _),) = self.answer_message(
             make_frames(Header(MessageType.REMIND, JOB, sender, call=call), whose=whose)
         )
         return kind
@@ -187,23 +187,23 @@ class Desk:
 def test_pending_request_survives_and_a_lost_one_is_detected() -> None:
     desk = Desk("server(3, sync=bsp(backup=1))")
     more: dict[str, Any] = {"shares": 2, "step": 0}
-    assert desk.reminded(7) == MessageType.MISSED
-    assert desk.said(make_push(call=7, **more)) == []
-    assert desk.reminded(7) == MessageType.WAIT
-    assert desk.reminded(8) == MessageType.MISSED
+    assert desk.answer_reminder(7) == MessageType.MISSED
+    assert desk.answer_message(make_push(call=7, **more)) == []
+    assert desk.answer_reminder(7) == MessageType.WAIT
+    assert desk.answer_reminder(8) == MessageType.MISSED
     # the worker sends it again over this connection
-    assert desk.reminded(7, b"w0 again") == MessageType.MISSED
+    assert desk.answer_reminder(7, b"w0 again") == MessageType.MISSED
     for _ in range(1000):
-        assert desk.said(make_push(call=7, whose=b"w0 again", **more)) == []
-    assert desk.reminded(7, b"w0 again") == MessageType.WAIT
+        assert desk.answer_message(make_push(call=7, whose=b"w0 again", **more)) == []
+    assert desk.answer_reminder(7, b"w0 again") == MessageType.WAIT
     assert len(desk.served.pending_pushes[0].waiting_requests) == 2  # however often it comes
-    told = desk.said(make_push(3.0, step=1, sender=2, shares=2, whose=b"w1"))
+    told = desk.answer_message(make_push(3.0, step=1, sender=2, shares=2, whose=b"w1"))
     assert sorted(told) == [
         (b"w0", MessageType.DONE, APPLIED),
         (b"w0 again", MessageType.DONE, APPLIED),
         (b"w1", MessageType.DONE, APPLIED),
     ]
-    assert desk.reminded(7, b"w0 again") == MessageType.MISSED  # it was answered
+    assert desk.answer_reminder(7, b"w0 again") == MessageType.MISSED  # it was answered
 
 
 def test_duplicate_push_does_not_cause_a_resend() -> None:
@@ -212,10 +212,13 @@ def test_duplicate_push_does_not_cause_a_resend() -> None:
     Earlier, each took the place of the other, and learned of it when it asked again.
     """
     desk = Desk("server(3, sync=bsp(backup=1))")
-    assert desk.said(make_push(100.0, step=0, call=5)) == []
-    assert desk.said(make_push(1.0, step=0, sender=2, whose=b"w1", call=6)) == []
-    assert [desk.reminded(5), desk.reminded(6, b"w1", 2)] == [MessageType.WAIT, MessageType.WAIT]
-    told = desk.said(make_push(3.0, step=1, sender=3, whose=b"w2"))
+    assert desk.answer_message(make_push(100.0, step=0, call=5)) == []
+    assert desk.answer_message(make_push(1.0, step=0, sender=2, whose=b"w1", call=6)) == []
+    assert [desk.answer_reminder(5), desk.answer_reminder(6, b"w1", 2)] == [
+        MessageType.WAIT,
+        MessageType.WAIT,
+    ]
+    told = desk.answer_message(make_push(3.0, step=1, sender=3, whose=b"w2"))
     assert sorted(told) == [
         (b"w0", MessageType.DONE, ALREADY_APPLIED),
         (b"w1", MessageType.DONE, APPLIED),
@@ -224,7 +227,7 @@ def test_duplicate_push_does_not_cause_a_resend() -> None:
     assert torch.equal(
         desk.served.shard.values[0], torch.full((60,), 1 - (1 + 3) / 12, dtype=torch.float64)
     )
-    assert desk.said(make_push(3.0, step=2, sender=4, whose=b"w3")) == [
+    assert desk.answer_message(make_push(3.0, step=2, sender=4, whose=b"w3")) == [
         (b"w3", MessageType.DONE, LATE)
     ]
 
@@ -232,10 +235,11 @@ def test_duplicate_push_does_not_cause_a_resend() -> None:
 def test_pull_request_is_not_stored() -> None:
     desk = Desk("server(2, sync=asp)")
     assert [
-        kind for _, kind, _ in desk.said(make_frames(Header(MessageType.PULL, JOB, 1, call=3)))
+        kind
+        for _, kind, _ in desk.answer_message(make_frames(Header(MessageType.PULL, JOB, 1, call=3)))
     ] == [MessageType.VALUES]
     # the reminder comes after the vector, so no request is open any more
-    assert desk.reminded(3) == MessageType.MISSED
+    assert desk.answer_reminder(3) == MessageType.MISSED
 
 
 # ---- connections that break ------------------------------------------------------------------
@@ -243,10 +247,10 @@ def test_request_lost_with_a_connection_is_sent_again() -> None:
     """A server is killed, and restarts at the same address."""
     with tempfile.TemporaryDirectory() as folder:  # a socket needs a short path
         at = Address(f"ipc://{folder}/server")
-        with listening(at) as first:
+        with open_listener(at) as first:
             asker = Asker(at, (0, PUSH, (b"\1\1\1", view_bytes(VECTOR))))
-            assert taken(first)[2] == 4
-        with listening(at) as second:
+            assert receive_request(first)[2] == 4
+        with open_listener(at) as second:
             served = make_server("server(2, sync=asp)", second)
             while not asker.answers:
                 if (came := second.receive_message(0.1)) is not None:
@@ -268,7 +272,7 @@ def test_no_wait_for_a_server_that_has_ended(
     here = Listener(8 * 60, "127.0.0.1", KeyPair.generate_pair())
     here.allow_keys([mine.public])
     asker = Asker(here.address, (0, PULL, ()), keys=mine, seconds=300.0)
-    taken(here)
+    receive_request(here)
     here.close()
     assert asker.end() == []
     assert asker.failed is not None
@@ -297,11 +301,11 @@ def test_stopped_worker_keeps_its_connection(monkeypatch: pytest.MonkeyPatch) ->
     again, and all processes stopped.
     """
     monkeypatch.setattr(sockets, "HEARTBEAT_MILLISECONDS", 20)
-    with listening() as here:
+    with open_listener() as here:
         words = [sys.executable, "-c", textwrap.dedent(STANDS), here.address.endpoint]
         with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as asker:
             try:
-                whose, header, _ = taken(here)
+                whose, header, _ = receive_request(here)
                 asker.send_signal(signal.SIGSTOP)
                 os.waitid(os.P_PID, asker.pid, os.WSTOPPED | os.WNOWAIT)
                 # ten times as long as a connection could be silent

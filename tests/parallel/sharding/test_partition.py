@@ -26,7 +26,7 @@ from paragrad.parallel.sharding.partition import (
 pytestmark = pytest.mark.pure
 
 
-def piece(tensor: Tensor, dim: int, pieces: DimPartition, rank: int) -> Tensor:
+def cut_piece(tensor: Tensor, dim: int, pieces: DimPartition, rank: int) -> Tensor:
     return torch.cat(
         [tensor.narrow(dim, each.start, len(each)) for each in pieces.list_ranges(rank)], dim
     )
@@ -61,17 +61,17 @@ def test_every_element_is_on_one_rank(ranks: int, blocks: list[tuple[int, int]])
 
 
 @st.composite
-def reshapes(draw: st.DrawFn) -> tuple[list[int], list[int], int, DimPartition]:
+def draw_reshape(draw: st.DrawFn) -> tuple[list[int], list[int], int, DimPartition]:
     """Draw a shape, another shape of equal size, and a partition of one dimension in blocks."""
     factors = draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
 
-    def grouped() -> list[int]:
+    def group_factors() -> list[int]:
         inner = draw(st.sets(st.integers(1, len(factors) - 1))) if len(factors) > 1 else set()
         cuts = [0, *sorted(inner), len(factors)]
         return [prod(factors[a:b]) for a, b in itertools.pairwise(cuts)]
 
-    before = grouped()
-    after = grouped()
+    before = group_factors()
+    after = group_factors()
     dim = draw(st.integers(0, len(before) - 1))
     count = draw(
         st.sampled_from([count for count in range(1, before[dim] + 1) if before[dim] % count == 0])
@@ -86,7 +86,7 @@ def reshapes(draw: st.DrawFn) -> tuple[list[int], list[int], int, DimPartition]:
     )
 
 
-@given(reshapes())
+@given(draw_reshape())
 def test_reshaped_shards_are_shards_of_the_reshaped(
     drawn: tuple[list[int], list[int], int, DimPartition],
 ) -> None:
@@ -101,8 +101,8 @@ def test_reshaped_shards_are_shards_of_the_reshaped(
         local = list(after)
         local[at] = new.compute_length(rank)
         assert torch.equal(
-            piece(tensor, dim, pieces, rank).reshape(local),
-            piece(tensor.view(after), at, new, rank),
+            cut_piece(tensor, dim, pieces, rank).reshape(local),
+            cut_piece(tensor.view(after), at, new, rank),
         )
 
 

@@ -59,19 +59,19 @@ CHANCES = draw_numbers(5, 7, seed=94).softmax(1)
 SCALES = torch.tensor([1.0, 2.0, 0.5, 1.5, 3.0, 1.0, 0.1], dtype=torch.float64)
 
 
-def set_in(x: Tensor, y: Tensor) -> Tensor:
+def set_columns(x: Tensor, y: Tensor) -> Tensor:
     x = x.clone()
     x[:, 1:3] = y
     return x
 
 
-def added(x: Tensor, y: Tensor) -> Tensor:
+def add_in_place(x: Tensor, y: Tensor) -> Tensor:
     x = x * 2
     x += y
     return x.mul_(3).relu_()
 
 
-def _given(x: Tensor, values: Tensor) -> Tensor:
+def _replace_data(x: Tensor, values: Tensor) -> Tensor:
     out = x * 1
     out.data = values.data.clone()
     return out
@@ -82,7 +82,7 @@ def _set_by_mask(x: Tensor) -> Tensor:
     return x
 
 
-def _sloped(x: Tensor, first: Tensor, second: Tensor, third: Tensor) -> Tensor:
+def _compute_gradient_penalty(x: Tensor, first: Tensor, second: Tensor, third: Tensor) -> Tensor:
     """Return a penalty on a gradient through layers split by columns, rows and columns.
 
     Each backward has a backward.
@@ -97,7 +97,7 @@ def _sloped(x: Tensor, first: Tensor, second: Tensor, third: Tensor) -> Tensor:
     return slope.square() + out.sum()
 
 
-def heads(x: Tensor) -> Tensor:
+def compute_packed_attention(x: Tensor) -> Tensor:
     """Compute attention from one tensor that holds queries, keys and values."""
     q, k, v = x.split(6, dim=2)
     q, k, v = (each.view(2, 4, 3, 2).transpose(1, 2) for each in (q, k, v))
@@ -154,7 +154,7 @@ CASES: dict[str, Case] = {
         ((2, 5, 4, 3), (2, 5, 4, 3), (2, 5, 4, 3), (1, 5, 4, 4)),
         {0: 1, 1: 1, 2: 1},
     ),
-    "a fused attention": (heads, ((2, 4, 18),), {}),
+    "a fused attention": (compute_packed_attention, ((2, 4, 18),), {}),
     "element by element": (
         lambda x, y: functional.gelu(x) * y.sigmoid() + x**2,
         ((4, 6), (4, 6)),
@@ -166,11 +166,11 @@ CASES: dict[str, Case] = {
     "where": (lambda x, y: torch.where(x > 0, y, x * 0.1), ((4, 6), (4, 6)), {0: 1}),
     "masked": (lambda x: x.masked_fill(INDEX.unsqueeze(1) > 2, -1.0), ((4, 6),), {0: 1}),
     "reflected": (lambda x: 1.0 - x / 2.0 - (2.0 / (x.exp() + 1)), ((4, 6),), {0: 1}),
-    "in place": (added, ((4, 6), (4, 6)), {0: 1}),
-    "in place, whole one": (added, ((4, 6), (4, 6)), {1: 1}),
-    "set": (set_in, ((4, 6), (4, 2)), {0: 0}),
-    "set across": (set_in, ((4, 6), (4, 2)), {0: 1}),
-    "set in a whole one": (set_in, ((4, 6), (4, 2)), {1: 0}),
+    "in place": (add_in_place, ((4, 6), (4, 6)), {0: 1}),
+    "in place, whole one": (add_in_place, ((4, 6), (4, 6)), {1: 1}),
+    "set": (set_columns, ((4, 6), (4, 2)), {0: 0}),
+    "set across": (set_columns, ((4, 6), (4, 2)), {0: 1}),
+    "set in a whole one": (set_columns, ((4, 6), (4, 2)), {1: 0}),
     "conv, outputs": (functional.conv2d, ((2, 3, 5, 5), (4, 3, 3, 3), (4,)), {1: 0, 2: 0}),
     "conv, inputs": (
         lambda x, w, b: functional.conv2d(x, w, b, padding=1, stride=2),
@@ -359,11 +359,11 @@ CASES: dict[str, Case] = {
         ((5, 2, 3), (5, 3, 3)),
         {0: 0},
     ),
-    "given other values": (lambda x: _given(x, x * 3), ((4, 6),), {0: 1}),
+    "given other values": (lambda x: _replace_data(x, x * 3), ((4, 6),), {0: 1}),
     "equal": (lambda x: x * (2.0 if torch.equal(x, x.flip(0)) else 3.0), ((4, 6),), {0: 1}),
     "set by a mask in a view": (lambda x: _set_by_mask(x * 1), ((4, 6),), {0: 1}),
     "a gradient inside, three layers": (
-        lambda x, a, b, c: _sloped(x, a, b, c),
+        lambda x, a, b, c: _compute_gradient_penalty(x, a, b, c),
         ((4, 6), (8, 6), (6, 8), (5, 6)),
         {1: 0, 2: 1, 3: 0},
     ),
@@ -382,7 +382,7 @@ CASES: dict[str, Case] = {
 }
 
 
-def compared(world: World, name: str, blocks: int) -> float:
+def measure_case(world: World, name: str, blocks: int) -> float:
     """Return the largest difference of a case's values and gradients from whole tensors' ones."""
     function, sizes, places = CASES[name]
     line = AxisGroup(world)
@@ -431,11 +431,11 @@ def compared(world: World, name: str, blocks: int) -> float:
     return float(torch.stack(worst).max())
 
 
-def all_compared(world: World, blocks: int) -> dict[str, float | str]:
+def measure_all_cases(world: World, blocks: int) -> dict[str, float | str]:
     found: dict[str, float | str] = {}
     for name in CASES:
         try:
-            found[name] = compared(world, name, blocks)
+            found[name] = measure_case(world, name, blocks)
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"
     return found
@@ -454,7 +454,7 @@ def all_compared(world: World, blocks: int) -> dict[str, float | str]:
 def test_every_function_of_shards_equals_whole_tensors(
     pool: Launcher, size: int, blocks: int
 ) -> None:
-    for found in pool.run(all_compared, blocks, size=size):
+    for found in pool.run(measure_all_cases, blocks, size=size):
         assert {
             name: value
             for name, value in found.items()
@@ -473,7 +473,7 @@ OTHERS = {
 KEEPING = {*reduction_rules.REDUCTIONS} - {"count_nonzero", "std_mean", "var_mean"}
 
 
-def along_all(world: World) -> list[str]:
+def find_wrong_functions(world: World) -> list[str]:
     """Return the functions of both tables that give another result for shards than for the whole.
 
     Each function runs along each dimension of a tensor that is divided along each dimension.
@@ -509,11 +509,11 @@ def along_all(world: World) -> list[str]:
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_function_along_a_dimension(pool: Launcher, size: int) -> None:
     """Earlier, kthvalue was among the functions that keep the dimension, and no test called it."""
-    assert pool.run(along_all, size=size) == [[]] * size
+    assert pool.run(find_wrong_functions, size=size) == [[]] * size
 
 
 # ---- pairs of collectives --------------------------------------------------------------------
-def checked(world: World, uneven: bool) -> list[bool]:
+def check_pairs(world: World, uneven: bool) -> list[bool]:
     """Return for each pair whether its gradient equals the one from differences of values.
 
     Values differ on every rank. The function is the sum of the results of all ranks; each rank's
@@ -540,13 +540,18 @@ def checked(world: World, uneven: bool) -> list[bool]:
         (gradient,) = torch.autograd.grad(out, x, towards)
         found.append(
             torch.allclose(
-                gradient, _by_numbers(world, pair, arguments, towards, plain), rtol=1e-6, atol=1e-8
+                gradient,
+                _compute_gradient_by_differences(world, pair, arguments, towards, plain),
+                rtol=1e-6,
+                atol=1e-8,
             )
         )
     return found
 
 
-def _by_numbers(world: World, pair: Any, arguments: Any, towards: Tensor, plain: bool) -> Tensor:
+def _compute_gradient_by_differences(
+    world: World, pair: Any, arguments: Any, towards: Tensor, plain: bool
+) -> Tensor:
     """Return d (sum of towards * result) / d x, computed by differences.
 
     The sum is taken once if the result is equal on all ranks, and otherwise over all ranks. If x is
@@ -574,7 +579,7 @@ def _by_numbers(world: World, pair: Any, arguments: Any, towards: Tensor, plain:
 
 @pytest.mark.parametrize(("size", "uneven"), [(2, False), (3, True)])
 def test_gradients_of_split_pairs(pool: Launcher, size: int, uneven: bool) -> None:
-    assert pool.run(checked, uneven, size=size) == [[True] * 4] * size
+    assert pool.run(check_pairs, uneven, size=size) == [[True] * 4] * size
 
 
 def test_hook_on_a_sharded_value_is_refused() -> None:
@@ -583,7 +588,7 @@ def test_hook_on_a_sharded_value_is_refused() -> None:
         x.register_hook(print)
 
 
-def copies(world: World) -> list[float]:
+def measure_shared_value(world: World) -> list[float]:
     """Return (error of the gradient, sent bytes) of a value that several layers use.
 
     The gradient of the value is summed once for two layers. A change in place makes another value
@@ -609,7 +614,7 @@ def copies(world: World) -> list[float]:
 
 
 def test_value_used_by_several_layers_is_summed_once(pool: Launcher) -> None:
-    for difference, sent in pool.run(copies, size=2):
+    for difference, sent in pool.run(measure_shared_value, size=2):
         assert difference < 1e-12
         # two all-reduces of x's gradient over two ranks, each of its bytes
         assert sent == 2 * 4 * 6 * 8

@@ -51,24 +51,24 @@ PIXELS = draw_integers(4, 2, 7, 9, seed=80).masked_fill(
 WEIGHTS = torch.tensor([1.0, 2.0, 0.5, 1.5], dtype=torch.float64)
 
 
-def conv(**options: Any) -> Callable[..., Tensor]:
+def make_conv(**options: Any) -> Callable[..., Tensor]:
     return lambda x, weight, bias=None: functional.conv2d(x, weight, bias, **options)
 
 
-def transposed(**options: Any) -> Callable[..., Tensor]:
+def make_transposed_conv(**options: Any) -> Callable[..., Tensor]:
     return lambda x, weight, bias=None: functional.conv_transpose2d(x, weight, bias, **options)
 
 
-def resized(**options: Any) -> Callable[..., Tensor]:
+def make_resize(**options: Any) -> Callable[..., Tensor]:
     return lambda x: functional.interpolate(x, **options)
 
 
-def in_mode(mode: str, kernel: int, **options: Any) -> Callable[..., Tensor]:
+def make_padded_conv(mode: str, kernel: int, **options: Any) -> Callable[..., Tensor]:
     layer = nn.Conv2d(4, 3, kernel, padding=kernel // 2, padding_mode=mode, bias=False, **options)
     return lambda x, weight: torch.func.functional_call(layer, {"weight": weight}, (x,))
 
 
-def sloped(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+def compute_gradient_penalty(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
     """Return a penalty on a gradient, so that each backward has a backward."""
     x = x * 1
     out = functional.conv2d(functional.conv2d(x, first, padding=1).tanh(), second, padding=1).tanh()
@@ -76,7 +76,7 @@ def sloped(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
     return slope.square()
 
 
-def u_net(x: Tensor, down: Tensor, deep: Tensor, up: Tensor) -> Tensor:
+def compute_u_net(x: Tensor, down: Tensor, deep: Tensor, up: Tensor) -> Tensor:
     """Compute a U-Net of one level: down, up, and a connection beside both."""
     first = functional.conv2d(x, down, padding=1).relu()
     second = functional.conv2d(
@@ -93,59 +93,74 @@ IMAGE = (2, 4, 11, 9)
 TALL = (2, 4, 70, 5)
 KERNEL = (3, 4, 3, 3)
 CASES: dict[str, Case] = {
-    "conv": (conv(), (IMAGE, KERNEL, (3,))),
-    "conv, padded": (conv(padding=1), (IMAGE, KERNEL, (3,))),
-    "conv, padded by 2": (conv(padding=2), (IMAGE, KERNEL, (3,))),
-    "conv, one by one": (conv(), (IMAGE, (3, 4, 1, 1), (3,))),
-    "conv, one by one, stride 2": (conv(stride=2), (IMAGE, (3, 4, 1, 1))),
-    "conv, stride 2": (conv(stride=2, padding=1), (IMAGE, KERNEL, (3,))),
-    "conv, stride 2, even": (conv(stride=2, padding=1), ((2, 4, 12, 8), KERNEL, (3,))),
-    "conv, stride 3, kernel 2": (conv(stride=3, padding=(1, 0)), (IMAGE, (3, 4, 2, 2))),
-    "conv, stride larger than the kernel": (conv(stride=(4, 3)), ((2, 4, 17, 13), (3, 4, 2, 2))),
-    "conv, dilated": (conv(dilation=2, padding=2), (IMAGE, KERNEL, (3,))),
-    "conv, same": (conv(padding="same"), (IMAGE, (3, 4, 5, 3), (3,))),
-    "conv, same, dilated": (conv(padding="same", dilation=(2, 1)), (IMAGE, (3, 4, 2, 5), (3,))),
-    "conv, same, even": (conv(padding="same"), (IMAGE, (3, 4, 4, 3))),
-    "conv, valid": (conv(padding="valid"), (IMAGE, KERNEL)),
-    "conv, wide kernel": (conv(padding=5), (IMAGE, (3, 4, 11, 9))),
-    "conv, patches": (conv(stride=4), ((2, 4, 16, 12), (5, 4, 4, 4), (5,))),
-    "conv, in groups": (conv(groups=2, padding=1), (IMAGE, (6, 2, 3, 3), (6,))),
-    "conv, depthwise": (conv(groups=4, padding=1), (IMAGE, (4, 1, 3, 3))),
-    "conv, circular": (in_mode("circular", 3), (IMAGE, KERNEL)),
-    "conv, reflect": (in_mode("reflect", 5), (IMAGE, (3, 4, 5, 5))),
-    "conv, replicate": (in_mode("replicate", 3, stride=2), (IMAGE, KERNEL)),
-    "conv, fewer rows than ranks": (conv(stride=8), (IMAGE, KERNEL, (3,))),
-    "tall, conv": (conv(), (TALL, KERNEL, (3,))),
-    "tall, padded": (conv(padding=1), (TALL, KERNEL, (3,))),
-    "tall, padded by 2": (conv(padding=2), (TALL, KERNEL, (3,))),
-    "tall, stride 2": (conv(stride=2, padding=1), (TALL, KERNEL, (3,))),
-    "tall, stride 2, even": (conv(stride=2, padding=1), ((2, 4, 144, 4), KERNEL, (3,))),
-    "tall, stride 2, kernel 5": (conv(stride=2, padding=2), ((2, 4, 240, 4), (3, 4, 5, 5))),
-    "tall, dilated": (conv(dilation=2, padding=2), ((1, 4, 140, 5), KERNEL, (3,))),
-    "tall, same, even": (conv(padding="same"), ((1, 4, 140, 5), (3, 4, 4, 2), (3,))),
-    "tall, in groups": (conv(groups=2, padding=1), (TALL, (6, 2, 3, 3), (6,))),
-    "tall, reflect": (in_mode("reflect", 3), (TALL, KERNEL)),
-    "tall, no rows of others": (conv(padding=(0, 1)), (TALL, (3, 4, 1, 3))),
+    "conv": (make_conv(), (IMAGE, KERNEL, (3,))),
+    "conv, padded": (make_conv(padding=1), (IMAGE, KERNEL, (3,))),
+    "conv, padded by 2": (make_conv(padding=2), (IMAGE, KERNEL, (3,))),
+    "conv, one by one": (make_conv(), (IMAGE, (3, 4, 1, 1), (3,))),
+    "conv, one by one, stride 2": (make_conv(stride=2), (IMAGE, (3, 4, 1, 1))),
+    "conv, stride 2": (make_conv(stride=2, padding=1), (IMAGE, KERNEL, (3,))),
+    "conv, stride 2, even": (make_conv(stride=2, padding=1), ((2, 4, 12, 8), KERNEL, (3,))),
+    "conv, stride 3, kernel 2": (make_conv(stride=3, padding=(1, 0)), (IMAGE, (3, 4, 2, 2))),
+    "conv, stride larger than the kernel": (
+        make_conv(stride=(4, 3)),
+        ((2, 4, 17, 13), (3, 4, 2, 2)),
+    ),
+    "conv, dilated": (make_conv(dilation=2, padding=2), (IMAGE, KERNEL, (3,))),
+    "conv, same": (make_conv(padding="same"), (IMAGE, (3, 4, 5, 3), (3,))),
+    "conv, same, dilated": (
+        make_conv(padding="same", dilation=(2, 1)),
+        (IMAGE, (3, 4, 2, 5), (3,)),
+    ),
+    "conv, same, even": (make_conv(padding="same"), (IMAGE, (3, 4, 4, 3))),
+    "conv, valid": (make_conv(padding="valid"), (IMAGE, KERNEL)),
+    "conv, wide kernel": (make_conv(padding=5), (IMAGE, (3, 4, 11, 9))),
+    "conv, patches": (make_conv(stride=4), ((2, 4, 16, 12), (5, 4, 4, 4), (5,))),
+    "conv, in groups": (make_conv(groups=2, padding=1), (IMAGE, (6, 2, 3, 3), (6,))),
+    "conv, depthwise": (make_conv(groups=4, padding=1), (IMAGE, (4, 1, 3, 3))),
+    "conv, circular": (make_padded_conv("circular", 3), (IMAGE, KERNEL)),
+    "conv, reflect": (make_padded_conv("reflect", 5), (IMAGE, (3, 4, 5, 5))),
+    "conv, replicate": (make_padded_conv("replicate", 3, stride=2), (IMAGE, KERNEL)),
+    "conv, fewer rows than ranks": (make_conv(stride=8), (IMAGE, KERNEL, (3,))),
+    "tall, conv": (make_conv(), (TALL, KERNEL, (3,))),
+    "tall, padded": (make_conv(padding=1), (TALL, KERNEL, (3,))),
+    "tall, padded by 2": (make_conv(padding=2), (TALL, KERNEL, (3,))),
+    "tall, stride 2": (make_conv(stride=2, padding=1), (TALL, KERNEL, (3,))),
+    "tall, stride 2, even": (make_conv(stride=2, padding=1), ((2, 4, 144, 4), KERNEL, (3,))),
+    "tall, stride 2, kernel 5": (make_conv(stride=2, padding=2), ((2, 4, 240, 4), (3, 4, 5, 5))),
+    "tall, dilated": (make_conv(dilation=2, padding=2), ((1, 4, 140, 5), KERNEL, (3,))),
+    "tall, same, even": (make_conv(padding="same"), ((1, 4, 140, 5), (3, 4, 4, 2), (3,))),
+    "tall, in groups": (make_conv(groups=2, padding=1), (TALL, (6, 2, 3, 3), (6,))),
+    "tall, reflect": (make_padded_conv("reflect", 3), (TALL, KERNEL)),
+    "tall, no rows of others": (make_conv(padding=(0, 1)), (TALL, (3, 4, 1, 3))),
     "tall, one after another": (
         lambda x, a, b: (
             functional.conv2d(functional.conv2d(x, a, padding=1).relu(), b, padding=1) + (x[:, :3])
         ),
         (TALL, KERNEL, (3, 3, 3, 3)),
     ),
-    "tall, a penalty of a gradient": (sloped, (TALL, (3, 4, 3, 3), (2, 3, 3, 3))),
+    "tall, a penalty of a gradient": (compute_gradient_penalty, (TALL, (3, 4, 3, 3), (2, 3, 3, 3))),
     "conv3d": (lambda x, w: functional.conv3d(x, w, padding=1), ((2, 3, 7, 5, 4), (2, 3, 3, 3, 3))),
-    "transposed conv": (transposed(), (IMAGE, (4, 3, 3, 3), (3,))),
+    "transposed conv": (make_transposed_conv(), (IMAGE, (4, 3, 3, 3), (3,))),
     "transposed conv, stride 2": (
-        transposed(stride=2, padding=1, output_padding=1),
+        make_transposed_conv(stride=2, padding=1, output_padding=1),
         (IMAGE, (4, 3, 3, 3), (3,)),
     ),
-    "transposed conv, stride 2, kernel 2": (transposed(stride=2), (IMAGE, (4, 3, 2, 2), (3,))),
-    "transposed conv, stride 3, kernel 2": (
-        transposed(stride=3, output_padding=2),
+    "transposed conv, stride 2, kernel 2": (
+        make_transposed_conv(stride=2),
         (IMAGE, (4, 3, 2, 2), (3,)),
     ),
-    "transposed conv, dilated": (transposed(dilation=2, padding=2), (IMAGE, (4, 3, 3, 3))),
-    "transposed conv, in groups": (transposed(groups=2, stride=2), (IMAGE, (4, 3, 3, 3), (6,))),
+    "transposed conv, stride 3, kernel 2": (
+        make_transposed_conv(stride=3, output_padding=2),
+        (IMAGE, (4, 3, 2, 2), (3,)),
+    ),
+    "transposed conv, dilated": (
+        make_transposed_conv(dilation=2, padding=2),
+        (IMAGE, (4, 3, 3, 3)),
+    ),
+    "transposed conv, in groups": (
+        make_transposed_conv(groups=2, stride=2),
+        (IMAGE, (4, 3, 3, 3), (6,)),
+    ),
     "max pool": (lambda x: functional.max_pool2d(x, 2), (IMAGE,)),
     "max pool, padded": (lambda x: functional.max_pool2d(x, 3, 2, 1), (IMAGE,)),
     "max pool, ceil": (lambda x: functional.max_pool2d(x, 2, ceil_mode=True), (IMAGE,)),
@@ -180,19 +195,28 @@ CASES: dict[str, Case] = {
     "pad, circular": (lambda x: functional.pad(x, (2, 2, 3, 1), mode="circular"), (IMAGE,)),
     "pad, replicate": (lambda x: functional.pad(x, (2, 5, 3, 1), mode="replicate"), (IMAGE,)),
     "pad, columns only": (lambda x: functional.pad(x, (1, 1)), (IMAGE,)),
-    "nearest": (resized(scale_factor=2), (IMAGE,)),
-    "nearest, to a size": (resized(size=(22, 27)), (IMAGE,)),
-    "nearest, exact": (resized(scale_factor=3, mode="nearest-exact"), (IMAGE,)),
-    "bilinear": (resized(scale_factor=2, mode="bilinear"), (IMAGE,)),
-    "bilinear, corners": (resized(scale_factor=2, mode="bilinear", align_corners=True), (IMAGE,)),
-    "bilinear, to a size": (resized(size=(33, 18), mode="bilinear", align_corners=False), (IMAGE,)),
-    "bilinear, by a fraction": (resized(scale_factor=1.5, mode="bilinear"), (IMAGE,)),
-    "bicubic": (resized(scale_factor=2, mode="bicubic"), (IMAGE,)),
-    "bicubic, corners": (
-        resized(scale_factor=(3, 2), mode="bicubic", align_corners=True),
+    "nearest": (make_resize(scale_factor=2), (IMAGE,)),
+    "nearest, to a size": (make_resize(size=(22, 27)), (IMAGE,)),
+    "nearest, exact": (make_resize(scale_factor=3, mode="nearest-exact"), (IMAGE,)),
+    "bilinear": (make_resize(scale_factor=2, mode="bilinear"), (IMAGE,)),
+    "bilinear, corners": (
+        make_resize(scale_factor=2, mode="bilinear", align_corners=True),
         (IMAGE,),
     ),
-    "bilinear, antialiased": (resized(scale_factor=2, mode="bilinear", antialias=True), (IMAGE,)),
+    "bilinear, to a size": (
+        make_resize(size=(33, 18), mode="bilinear", align_corners=False),
+        (IMAGE,),
+    ),
+    "bilinear, by a fraction": (make_resize(scale_factor=1.5, mode="bilinear"), (IMAGE,)),
+    "bicubic": (make_resize(scale_factor=2, mode="bicubic"), (IMAGE,)),
+    "bicubic, corners": (
+        make_resize(scale_factor=(3, 2), mode="bicubic", align_corners=True),
+        (IMAGE,),
+    ),
+    "bilinear, antialiased": (
+        make_resize(scale_factor=2, mode="bilinear", antialias=True),
+        (IMAGE,),
+    ),
     "group norm": (lambda x, w, b: functional.group_norm(x, 2, w, b), (IMAGE, (4,), (4,))),
     "layer norm": (lambda x: functional.layer_norm(x, x.shape[1:]), (IMAGE,)),
     "instance norm": (lambda x: functional.instance_norm(x), (IMAGE,)),
@@ -222,8 +246,8 @@ CASES: dict[str, Case] = {
     "scaled by a value per row": (lambda x, w: x * w, (IMAGE, (11, 1))),
     "pixels shuffled": (lambda x: functional.pixel_shuffle(x, 2), (IMAGE,)),
     "unfolded": (lambda x: functional.unfold(x, 3), (IMAGE,)),
-    "u-net": (u_net, (IMAGE, (3, 4, 3, 3), (5, 3, 3, 3), (2, 8, 1, 1))),
-    "a penalty of a gradient": (sloped, (IMAGE, (3, 4, 3, 3), (2, 3, 3, 3))),
+    "u-net": (compute_u_net, (IMAGE, (3, 4, 3, 3), (5, 3, 3, 3), (2, 8, 1, 1))),
+    "a penalty of a gradient": (compute_gradient_penalty, (IMAGE, (3, 4, 3, 3), (2, 3, 3, 3))),
     "loss of pixels": (lambda x: functional.cross_entropy(x, PIXELS), ((2, 4, 7, 9),)),
     "loss of pixels, weighted, smoothed": (
         lambda x: functional.cross_entropy(x, PIXELS, WEIGHTS, label_smoothing=0.1),
@@ -299,7 +323,7 @@ class Counting(AxisGroup):
         return super().gather_pieces(*arguments)
 
 
-def compared(world: World, name: str, columns: int) -> tuple[float, bool]:
+def measure_case(world: World, name: str, columns: int) -> tuple[float, bool]:
     """Return (largest relative difference of values and gradients, was a value gathered?)."""
     run, shapes = CASES[name]
     world = world.add_axes(("rows", world.size // columns), ("columns", columns))
@@ -328,11 +352,11 @@ def compared(world: World, name: str, columns: int) -> tuple[float, bool]:
     return float(torch.stack(worst).detach().max()), counts > 0
 
 
-def all_compared(world: World, columns: int) -> dict[str, tuple[float, bool] | str]:
+def measure_all_cases(world: World, columns: int) -> dict[str, tuple[float, bool] | str]:
     found: dict[str, tuple[float, bool] | str] = {}
     for name in CASES:
         try:
-            found[name] = compared(world, name, columns)
+            found[name] = measure_case(world, name, columns)
         except Exception as error:  # only this case failed; the others continue
             found[name] = f"{type(error).__name__}: {error}"
     return found
@@ -351,7 +375,7 @@ def all_compared(world: World, columns: int) -> dict[str, tuple[float, bool] | s
 def test_every_function_of_image_shards_equals_whole_images(
     pool: Launcher, size: int, columns: int
 ) -> None:
-    for found in pool.run(all_compared, columns, size=size):
+    for found in pool.run(measure_all_cases, columns, size=size):
         wrong = {
             name: value
             for name, value in found.items()

@@ -20,12 +20,12 @@ from paragrad.strategies.tensor import Tensor as Strategy
 pytestmark = pytest.mark.processes
 
 
-def told(plan: ShardingPlan) -> dict[str, str]:
+def describe_divisions(plan: ShardingPlan) -> dict[str, str]:
     """Return for each tensor how it is divided."""
     return {name: summary.describe_division(plan, name) for name in plan.shapes}
 
 
-def travels(plan: ShardingPlan) -> list[str]:
+def list_transfers(plan: ShardingPlan) -> list[str]:
     return [f"{note.module}: {note.kind}" for note in plan.transfers]
 
 
@@ -41,7 +41,7 @@ def test_linear_pairs_are_split_by_columns_and_rows() -> None:
         nn.Linear(5, 3),
     )
     plan = plan_sharding(model, draw_numbers(2, 6, seed=1), 2)
-    assert told(plan) == {
+    assert describe_divisions(plan) == {
         "0.weight": "outputs 4 + 4",
         "0.bias": "elements 4 + 4",
         "2.weight": "inputs 4 + 4",
@@ -53,19 +53,19 @@ def test_linear_pairs_are_split_by_columns_and_rows() -> None:
         "6.weight": "inputs 3 + 2",
         "6.bias": "whole",
     }
-    assert travels(plan) == ["2: summed", "4: copied", "6: summed"]
+    assert list_transfers(plan) == ["2: summed", "4: copied", "6: summed"]
 
 
 def test_every_layer_is_split_by_outputs_without_pairs() -> None:
     """Each layer's input is gathered: one kind of split for all layers (Gholami et al. 2018)."""
     model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 4))
     plan = plan_sharding(model, draw_numbers(2, 6, seed=1), 2, pairs=False)
-    assert [told(plan)[f"{number}.weight"] for number in (0, 2, 4)] == [
+    assert [describe_divisions(plan)[f"{number}.weight"] for number in (0, 2, 4)] == [
         "outputs 4 + 4",
         "outputs 3 + 3",
         "outputs 2 + 2",
     ]
-    assert travels(plan) == ["2: gathered", "2: copied", "4: gathered", "4: copied"]
+    assert list_transfers(plan) == ["2: gathered", "2: copied", "4: gathered", "4: copied"]
     plan = plan_sharding(
         nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1)),
         draw_numbers(2, 6, seed=1),
@@ -73,7 +73,10 @@ def test_every_layer_is_split_by_outputs_without_pairs() -> None:
         pairs=False,
     )
     # the last layer has too few outputs
-    assert (told(plan)["2.weight"], travels(plan)) == ("whole(1, 8)", ["2: gathered"])
+    assert (describe_divisions(plan)["2.weight"], list_transfers(plan)) == (
+        "whole(1, 8)",
+        ["2: gathered"],
+    )
 
 
 def test_channels_are_split_with_their_norm_statistics() -> None:
@@ -85,16 +88,18 @@ def test_channels_are_split_with_their_norm_statistics() -> None:
         "1.running_var",
     }
     # the flattened elements of a channel stay together
-    assert told(plan)["5.weight"] == "inputs 18 + 18"
+    assert describe_divisions(plan)["5.weight"] == "inputs 18 + 18"
 
 
 def test_heads_are_whole_and_qkv_is_three() -> None:
     plan = plan_sharding(
         nn.TransformerEncoderLayer(12, 3, 16, batch_first=True), draw_numbers(2, 5, 12, seed=1), 2
     )
-    assert told(plan)["self_attn.in_proj_weight"] == "outputs 8 + 4 of each of 3 blocks"
-    assert told(plan)["self_attn.out_proj.weight"] == "inputs 8 + 4"
-    assert travels(plan) == ["self_attn: summed", "linear1: copied", "linear2: summed"]
+    assert (
+        describe_divisions(plan)["self_attn.in_proj_weight"] == "outputs 8 + 4 of each of 3 blocks"
+    )
+    assert describe_divisions(plan)["self_attn.out_proj.weight"] == "inputs 8 + 4"
+    assert list_transfers(plan) == ["self_attn: summed", "linear1: copied", "linear2: summed"]
 
 
 class Grouped(nn.Module):
@@ -136,23 +141,25 @@ def test_queries_are_on_the_rank_of_their_keys() -> None:
     1.
     """
     plan = plan_sharding(Grouped(8, 4), draw_numbers(2, 5, 8, seed=1).requires_grad_(), 3)
-    assert told(plan)["query.weight"] == "outputs 16 + 8 + 8"
-    assert told(plan)["key.weight"] == "outputs 8 + 4 + 4"
-    assert not [each for each in travels(plan) if "gathered" in each or "sliced" in each]
+    assert describe_divisions(plan)["query.weight"] == "outputs 16 + 8 + 8"
+    assert describe_divisions(plan)["key.weight"] == "outputs 8 + 4 + 4"
+    assert not [each for each in list_transfers(plan) if "gathered" in each or "sliced" in each]
 
 
 def test_fewer_key_heads_than_ranks_are_replicated() -> None:
     plan = plan_sharding(Grouped(4, 2), draw_numbers(2, 5, 8, seed=1), 3)
-    assert told(plan)["query.weight"] == "outputs 8 + 4 + 4"
-    assert told(plan)["key.weight"].startswith("whole")
+    assert describe_divisions(plan)["query.weight"] == "outputs 8 + 4 + 4"
+    assert describe_divisions(plan)["key.weight"].startswith("whole")
 
 
 def test_tied_weight_is_split_once() -> None:
     plan = plan_sharding(TiedLstm(), draw_integers(11, 2, 7, seed=1), 2)
-    assert told(plan)["embedding.weight"] == "vocabulary 6 + 5"
-    assert told(plan)["out.bias"] == "elements 6 + 5"
+    assert describe_divisions(plan)["embedding.weight"] == "vocabulary 6 + 5"
+    assert describe_divisions(plan)["out.bias"] == "elements 6 + 5"
     assert all(
-        told(plan)[name].startswith("whole") for name in plan.shapes if name.startswith("lstm")
+        describe_divisions(plan)[name].startswith("whole")
+        for name in plan.shapes
+        if name.startswith("lstm")
     )
 
 
@@ -164,9 +171,9 @@ def test_weight_normalization_sums_norms_over_ranks() -> None:
         draw_numbers(2, 6, seed=1),
         2,
     )
-    assert told(plan)["0.parametrizations.weight.original1"] == "outputs 4 + 4"
-    assert told(plan)["2.parametrizations.weight.original1"] == "inputs 4 + 4"
-    assert "2: gathered" not in travels(plan)
+    assert describe_divisions(plan)["0.parametrizations.weight.original1"] == "outputs 4 + 4"
+    assert describe_divisions(plan)["2.parametrizations.weight.original1"] == "inputs 4 + 4"
+    assert "2: gathered" not in list_transfers(plan)
 
 
 class Experts(nn.Module):
@@ -188,8 +195,11 @@ class Experts(nn.Module):
 
 def test_stacked_experts_are_split_inside() -> None:
     plan = plan_sharding(Experts(), draw_numbers(2, 6, seed=1), 2)
-    assert told(plan) == {"up": "outputs 4 + 4 of each of 2 blocks", "down": "inputs 4 + 4"}
-    assert {each.split(": ")[1] for each in travels(plan)} == {"summed"}
+    assert describe_divisions(plan) == {
+        "up": "outputs 4 + 4 of each of 2 blocks",
+        "down": "inputs 4 + 4",
+    }
+    assert {each.split(": ")[1] for each in list_transfers(plan)} == {"summed"}
 
 
 class Recomputed(nn.Module):
@@ -236,7 +246,7 @@ def test_plan_with_fewer_bytes_is_chosen_around_a_layer() -> None:
 
     plan = plan_sharding(Residual(), draw_numbers(2, 6, seed=1), 2)
     assert plan.options.gathers_mixed
-    assert travels(plan).count("blocks.1.0: gathered") == 0
+    assert list_transfers(plan).count("blocks.1.0: gathered") == 0
 
 
 def test_model_is_unchanged_by_planning() -> None:

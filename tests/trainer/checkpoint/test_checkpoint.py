@@ -63,7 +63,7 @@ pytestmark = pytest.mark.processes
 SAVED = 4
 
 
-def in64(job: Job) -> Job:
+def lengthen_in_float64(job: Job) -> Job:
     return job.replace(dtype=torch.float64, epochs=4)
 
 
@@ -71,7 +71,7 @@ def in64(job: Job) -> Job:
 # groups of their own
 RESUMED = {
     **{
-        name: in64(JOBS[name])
+        name: lengthen_in_float64(JOBS[name])
         for name in (
             "mlp",
             "mlp, adam, clipped, scheduled",
@@ -82,7 +82,7 @@ RESUMED = {
             "lstm, tied",
         )
     },
-    "two groups": in64(
+    "two groups": lengthen_in_float64(
         make_job(
             "two groups",
             make_mlp,
@@ -97,10 +97,10 @@ RESUMED = {
         )
     ),
 }
-BRANCHED = {"residual, clipped": in64(OF_IMAGES["residual, clipped"])}
+BRANCHED = {"residual, clipped": lengthen_in_float64(OF_IMAGES["residual, clipped"])}
 
 
-def steps_from(
+def run_steps(
     world: World,
     job: Job,
     chosen: Strategy,
@@ -294,18 +294,18 @@ def test_checkpoint_of_one_strategy_resumes_under_another(
     job = {**RESUMED, **BRANCHED}[name]
     early = resolve_text(before)
     late = resolve_text(after)
-    expected = steps_from(World(), job, Serial(threads=1), None, 0, SAVED + 5)
-    pool.run(steps_from, job, early, None, 0, SAVED, tmp_path, size=early.size)
+    expected = run_steps(World(), job, Serial(threads=1), None, 0, SAVED + 5)
+    pool.run(run_steps, job, early, None, 0, SAVED, tmp_path, size=early.size)
     found = resume_check.find_checkpoint(tmp_path, job, inspect_job(job))
     assert found.step == SAVED
-    for state in pool.run(steps_from, job, late, found, SAVED, 5, size=late.size):
+    for state in pool.run(run_steps, job, late, found, SAVED, 5, size=late.size):
         assert (
             max(list_tensor_deviations(state, {key: expected[key] for key in state}).values())
             <= 1e-10
         )
 
 
-def trained(pool: Launcher, folder: Path, job: Job, text: str, **settings: object) -> pg.Run:
+def train_job(pool: Launcher, folder: Path, job: Job, text: str, **settings: object) -> pg.Run:
     folder.mkdir()
     return train_on_ranks(pool, validate_run(job, text, Settings(**settings)), folder)
 
@@ -315,12 +315,12 @@ def test_resumed_run_continues_losses_and_audit(pool: Launcher, tmp_path: Path) 
 
     It has the losses of steps 4 and 5, and its sample count covers both runs.
     """
-    job = in64(JOBS["mlp"]).replace(epochs=2)
-    whole = trained(pool, tmp_path / "whole", job, "data(3)", save=4)
+    job = lengthen_in_float64(JOBS["mlp"]).replace(epochs=2)
+    whole = train_job(pool, tmp_path / "whole", job, "data(3)", save=4)
     steps = sorted(path.name for path in whole.folder.glob("checkpoint-*"))
     assert steps == ["checkpoint-00000004", "checkpoint-00000006"]
     shutil.rmtree(whole.folder / "checkpoint-00000006")
-    half = trained(pool, tmp_path / "resumed", job, "data(2, reduce=ring)", resume=whole.folder)
+    half = train_job(pool, tmp_path / "resumed", job, "data(2, reduce=ring)", resume=whole.folder)
     assert half.losses == pytest.approx(whole.losses[4:], rel=1e-10)
     assert half.header["resumed"] == {"run": str(whole.folder), "step": 4}
     assert (
@@ -334,7 +334,7 @@ def test_resumed_run_continues_losses_and_audit(pool: Launcher, tmp_path: Path) 
         0,
         0,
     )
-    longer = trained(
+    longer = train_job(
         pool, tmp_path / "longer", job.replace(epochs=3), "serial", resume=whole.folder
     )
     assert [line["step"] for line in longer.select_lines("step")] == list(range(4, 9))
@@ -359,7 +359,7 @@ def test_complex_weights_in_float64_are_saved(tmp_path: Path) -> None:
 
     safetensors has no complex128, so saving raised "KeyError: torch.complex128".
     """
-    job = in64(
+    job = lengthen_in_float64(
         make_job(
             "waves",
             Waves,
@@ -378,7 +378,7 @@ def test_complex_weights_in_float64_are_saved(tmp_path: Path) -> None:
 
 
 def test_newest_two_checkpoints_are_kept_and_none_partial(pool: Launcher, tmp_path: Path) -> None:
-    finished = trained(pool, tmp_path / "run", JOBS["mlp"], "data(2)", save=1)
+    finished = train_job(pool, tmp_path / "run", JOBS["mlp"], "data(2)", save=1)
     assert sorted(path.name for path in finished.folder.iterdir()) == [
         "checkpoint-00000005",
         "checkpoint-00000006",
@@ -395,10 +395,10 @@ def test_epoch_is_evaluated_and_counted_once(pool: Launcher, tmp_path: Path) -> 
     It also counted the epoch's samples again. Only if the saved run ended before its test, the
     resumed run must make the test.
     """
-    job = in64(JOBS["mlp"]).replace(epochs=1, test=VECTORS)
-    first = trained(pool, tmp_path / "first", job, "data(2)", save=3)
+    job = lengthen_in_float64(JOBS["mlp"]).replace(epochs=1, test=VECTORS)
+    first = train_job(pool, tmp_path / "first", job, "data(2)", save=3)
     assert first.sample_count.epochs == 1
-    second = trained(
+    second = train_job(
         pool, tmp_path / "second", job.replace(epochs=2), "serial", resume=first.folder
     )
     assert [line["epoch"] for line in second.select_lines("epoch")] == [1]
@@ -407,7 +407,7 @@ def test_epoch_is_evaluated_and_counted_once(pool: Launcher, tmp_path: Path) -> 
         29,
         0,
     )
-    reached = trained(
+    reached = train_job(
         pool,
         tmp_path / "reached",
         job.replace(epochs=2),
@@ -421,7 +421,9 @@ def test_epoch_is_evaluated_and_counted_once(pool: Launcher, tmp_path: Path) -> 
     (first.folder / "rank-0.jsonl").write_text(
         "".join(line for line in lines if '"kind":"epoch"' not in line)
     )
-    third = trained(pool, tmp_path / "third", job.replace(epochs=2), "serial", resume=first.folder)
+    third = train_job(
+        pool, tmp_path / "third", job.replace(epochs=2), "serial", resume=first.folder
+    )
     assert [line["epoch"] for line in third.select_lines("epoch")] == [0, 1]
     assert third.select_lines("epoch")[0]["test"]["value"] == pytest.approx(first.test, rel=1e-10)
     assert (third.sample_count.epochs, third.sample_count.twice, third.sample_count.missed) == (
@@ -434,8 +436,8 @@ def test_epoch_is_evaluated_and_counted_once(pool: Launcher, tmp_path: Path) -> 
 def test_checkpoint_is_selected_by_its_folder(tmp_path: Path) -> None:
     """Earlier, --resume RUN/checkpoint-00000002 was refused: "that folder holds no checkpoint"."""
     job = JOBS["mlp"]
-    steps_from(World(), job, Serial(threads=1), None, 0, 2, tmp_path)
-    steps_from(World(), job, Serial(threads=1), find_newest_checkpoint(tmp_path), 2, 1, tmp_path)
+    run_steps(World(), job, Serial(threads=1), None, 0, 2, tmp_path)
+    run_steps(World(), job, Serial(threads=1), find_newest_checkpoint(tmp_path), 2, 1, tmp_path)
     found = resume_check.find_checkpoint(tmp_path / "checkpoint-00000002", job, inspect_job(job))
     assert (found.step, found.choice_reason, found.folder.parent) == (
         2,
@@ -479,11 +481,13 @@ def test_every_torch_scheduler_resumes_exactly(tmp_path: Path, name: str) -> Non
 
     So the learning rate never fell again.
     """
-    job = in64(JOBS["mlp"]).replace(scheduler=SCHEDULERS[name], scheduler_every="step")
-    expected = steps_from(World(), job, Serial(threads=1), None, 0, SAVED + 5)
-    steps_from(World(), job, Serial(threads=1), None, 0, SAVED, tmp_path)
+    job = lengthen_in_float64(JOBS["mlp"]).replace(
+        scheduler=SCHEDULERS[name], scheduler_every="step"
+    )
+    expected = run_steps(World(), job, Serial(threads=1), None, 0, SAVED + 5)
+    run_steps(World(), job, Serial(threads=1), None, 0, SAVED, tmp_path)
     found = resume_check.find_checkpoint(tmp_path, job, inspect_job(job))
-    state = steps_from(World(), job, Serial(threads=1), found, SAVED, 5)
+    state = run_steps(World(), job, Serial(threads=1), found, SAVED, 5)
     assert max(list_tensor_deviations(state, expected).values()) <= 1e-12
 
 
@@ -509,16 +513,16 @@ def test_every_torch_optimizer_resumes_exactly(tmp_path: Path, name: str) -> Non
     State in float32 (NAdam's product) stays in float32. A learning rate that is a tensor stays a
     tensor.
     """
-    job = in64(JOBS["mlp"]).replace(
+    job = lengthen_in_float64(JOBS["mlp"]).replace(
         scheduler=SCHEDULERS["MultiStepLR"],
         scheduler_every="step",
         optimizer=lambda parameters: getattr(torch.optim, name)(
             parameters, lr=torch.tensor(0.01, dtype=torch.float64) if name == "Adam" else 0.01
         ),
     )
-    expected = steps_from(World(), job, Serial(threads=1), None, 0, SAVED + 5)
-    steps_from(World(), job, Serial(threads=1), None, 0, SAVED, tmp_path)
-    state = steps_from(World(), job, Serial(threads=1), find_newest_checkpoint(tmp_path), SAVED, 5)
+    expected = run_steps(World(), job, Serial(threads=1), None, 0, SAVED + 5)
+    run_steps(World(), job, Serial(threads=1), None, 0, SAVED, tmp_path)
+    state = run_steps(World(), job, Serial(threads=1), find_newest_checkpoint(tmp_path), SAVED, 5)
     assert all(torch.equal(state[key], expected[key]) for key in expected)
 
 
@@ -527,16 +531,16 @@ def test_full_disk_is_reported_with_its_file(
 ) -> None:
     """safetensors raises its own error; earlier, the message had no file and no repair."""
 
-    def full(*_: object) -> None:
+    def fail_with_full_disk(*_: object) -> None:
         raise SafetensorError(
             "Error while serializing: I/O error: No space left on device (os error 28)"
         )
 
-    monkeypatch.setattr(tensor_files, "save_file", full)
+    monkeypatch.setattr(tensor_files, "save_file", fail_with_full_disk)
     with pytest.raises(
         OSError, match=r"No space left on device: '.*partial/optimizer\.safetensors'"
     ):
-        steps_from(World(), JOBS["mlp"], Serial(threads=1), None, 0, 2, tmp_path)
+        run_steps(World(), JOBS["mlp"], Serial(threads=1), None, 0, 2, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -546,23 +550,23 @@ def test_folder_of_another_training_is_not_mixed(tmp_path: Path) -> None:
     Its checkpoints were deleted at once, as the older ones.
     """
     job = JOBS["mlp"]
-    steps_from(World(), job, Serial(threads=1), None, 0, 6, tmp_path)
+    run_steps(World(), job, Serial(threads=1), None, 0, 6, tmp_path)
     with pytest.raises(
         StepFailed,
         match="checkpoint-00000006 exists, and is of a later step: another training was saved in",
     ):
-        steps_from(World(), job, Serial(threads=1), None, 0, 2, tmp_path)
+        run_steps(World(), job, Serial(threads=1), None, 0, 2, tmp_path)
     held = os.open(tmp_path, os.O_RDONLY)
     # as by another training that saves there at this moment
     fcntl.flock(held, fcntl.LOCK_EX)
     with pytest.raises(
         StepFailed, match=f"another training is saving in {tmp_path}; give each a folder of its own"
     ):
-        steps_from(World(), job, Serial(threads=1), None, 0, 8, tmp_path)
+        run_steps(World(), job, Serial(threads=1), None, 0, 8, tmp_path)
     os.close(held)
     # a damaged checkpoint need not be kept
     harm(tmp_path / "checkpoint-00000006" / CHECKPOINT_FILES[0], "flipped")
-    steps_from(World(), job, Serial(threads=1), None, 0, 2, tmp_path)
+    run_steps(World(), job, Serial(threads=1), None, 0, 2, tmp_path)
     assert find_newest_checkpoint(tmp_path).step == 2
 
 
@@ -575,7 +579,7 @@ def test_damaged_checkpoint_is_named_and_the_previous_used(
     pool: Launcher, tmp_path: Path, name: str, damage: str
 ) -> None:
     job = JOBS["mlp, adam, clipped, scheduled"]
-    parent = trained(pool, tmp_path / "run", job, "data(2)", save=2).folder
+    parent = train_job(pool, tmp_path / "run", job, "data(2)", save=2).folder
     harm(parent / "checkpoint-00000006" / name, damage)
     with pytest.warns(
         UserWarning, match=f"checkpoint-00000006 is damaged .{name} .*; taking the one before it"
@@ -583,7 +587,7 @@ def test_damaged_checkpoint_is_named_and_the_previous_used(
         found = find_newest_checkpoint(parent)
     assert found.step == 4
     with pytest.warns(UserWarning, match="is damaged"):
-        resumed = trained(pool, tmp_path / "resumed", job, "serial", resume=parent)
+        resumed = train_job(pool, tmp_path / "resumed", job, "serial", resume=parent)
     choice = next(line for line in resumed.choices if line["what"] == "checkpoint")
     assert choice["picked"] == "checkpoint-00000004"
     assert f"checkpoint-00000006 is damaged ({name}" in choice["because"]
@@ -618,7 +622,7 @@ class InForward(nn.Sequential):
         return "Sequential"
 
 
-def wider() -> nn.Module:
+def make_wider_mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(10, 17), nn.Tanh(), nn.Linear(17, 4))
 
 
@@ -626,7 +630,7 @@ def wider() -> nn.Module:
     ("changes", "message"),
     [
         (
-            {"model": wider},
+            {"model": make_wider_mlp},
             r"saved with model \(0\): Linear\(in_features=10, out_features=16, .*, and job mlp has "
             r"\(0\): Linear\(",
         ),
@@ -680,7 +684,9 @@ def wider() -> nn.Module:
 def test_another_job_is_refused(
     pool: Launcher, tmp_path: Path, changes: dict[str, object], message: str
 ) -> None:
-    parent = trained(pool, tmp_path / "run", JOBS["mlp"].replace(epochs=1), "serial", save=3).folder
+    parent = train_job(
+        pool, tmp_path / "run", JOBS["mlp"].replace(epochs=1), "serial", save=3
+    ).folder
     with pytest.raises(pg.Refused, match=message):
         validate_run(JOBS["mlp"].replace(**changes), "serial", Settings(resume=parent))
     with pytest.raises(
@@ -689,7 +695,7 @@ def test_another_job_is_refused(
         validate_run(JOBS["mlp"], "serial", Settings(resume=tmp_path))
 
 
-def edited(
+def edit_checkpoint(
     folder: Path,
     change: Callable[[dict[str, Any]], object] = lambda state: None,
     tensors: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None,
@@ -706,58 +712,65 @@ def edited(
     )
 
 
-def in_float32(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def convert_to_float32(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.float() for name, tensor in tensors.items()}
 
 
 EDITS: dict[str, tuple[Callable[[Path], object], str]] = {
     "step -5": (
-        lambda folder: edited(folder, lambda state: state.update(step=-5)),
+        lambda folder: edit_checkpoint(folder, lambda state: state.update(step=-5)),
         "state.json is of step -5",
     ),
     "half a step": (
-        lambda folder: edited(folder, lambda state: state.update(step=2.5)),
+        lambda folder: edit_checkpoint(folder, lambda state: state.update(step=2.5)),
         "state.json has 2.5 as step",
     ),
     "another step": (
-        lambda folder: edited(folder, lambda state: state.update(step=1)),
+        lambda folder: edit_checkpoint(folder, lambda state: state.update(step=1)),
         "state.json is of step 1",
     ),
-    "no step": (lambda folder: edited(folder, lambda state: state.pop("step")), "KeyError: 'step'"),
+    "no step": (
+        lambda folder: edit_checkpoint(folder, lambda state: state.pop("step")),
+        "KeyError: 'step'",
+    ),
     "a list": (
         lambda folder: (folder / "state.json").write_text("[]"),
         "state.json does not match",
     ),
     "groups": (
-        lambda folder: edited(folder, lambda state: state["optimizer"].update(groups=3)),
+        lambda folder: edit_checkpoint(folder, lambda state: state["optimizer"].update(groups=3)),
         "has 3 as optimizer's groups",
     ),
     "no lr": (
-        lambda folder: edited(folder, lambda state: state["optimizer"]["groups"][0].pop("lr")),
+        lambda folder: edit_checkpoint(
+            folder, lambda state: state["optimizer"]["groups"][0].pop("lr")
+        ),
         "has no lr of group 0 of the optimizer",
     ),
     "lr of letters": (
-        lambda folder: edited(
+        lambda folder: edit_checkpoint(
             folder, lambda state: state["optimizer"]["groups"][0].update(lr="high")
         ),
         "has 'high' as lr of group 0 of the optimizer, which must be a number",
     ),
     "float32": (
-        lambda folder: edited(folder, tensors=in_float32),
+        lambda folder: edit_checkpoint(folder, tensors=convert_to_float32),
         "model.safetensors holds other tensors than were saved",
     ),
     "state in part": (
-        lambda folder: edited(
+        lambda folder: edit_checkpoint(
             folder, tensors=lambda own: dict(list(own.items())[1:]), name="optimizer.safetensors"
         ),
         "optimizer.safetensors holds other tensors",
     ),
     "no state": (
-        lambda folder: edited(folder, tensors=lambda own: {}, name="optimizer.safetensors"),
+        lambda folder: edit_checkpoint(
+            folder, tensors=lambda own: {}, name="optimizer.safetensors"
+        ),
         "optimizer.safetensors holds other tensors",
     ),
     "strange": (
-        lambda folder: edited(
+        lambda folder: edit_checkpoint(
             folder,
             lambda state: (
                 state.pop("tensors"),
@@ -781,7 +794,7 @@ def test_edited_checkpoint_is_refused_in_one_sentence(tmp_path: Path, name: str)
     a FIFO.
     """
     job = JOBS["mlp, adam, clipped, scheduled"].replace(dtype=torch.float64)
-    steps_from(World(), job, Serial(threads=1), None, 0, 3, tmp_path)
+    run_steps(World(), job, Serial(threads=1), None, 0, 3, tmp_path)
     edit, message = EDITS[name]
     edit(tmp_path / "checkpoint-00000003")
     with warnings.catch_warnings():
@@ -810,14 +823,14 @@ def test_steps_of_more_than_eight_digits(tmp_path: Path) -> None:
 def test_checkpoints_of_earlier_versions_resume(tmp_path: Path) -> None:
     """Checkpoints of earlier versions do not describe model, loss and tensors."""
     job = JOBS["mlp"]
-    steps_from(World(), job, Serial(threads=1), None, 0, 3, tmp_path)
+    run_steps(World(), job, Serial(threads=1), None, 0, 3, tmp_path)
 
-    def as_before(state: dict[str, Any]) -> None:
+    def remove_new_keys(state: dict[str, Any]) -> None:
         del state["tensors"]
         for name in NEW_KEYS:
             del state["identity"][name]
 
-    edited(tmp_path / "checkpoint-00000003", as_before)
+    edit_checkpoint(tmp_path / "checkpoint-00000003", remove_new_keys)
     assert resume_check.find_checkpoint(tmp_path, job, inspect_job(job)).step == 3
 
 

@@ -281,7 +281,7 @@ class WithAuxiliary(nn.Module):
         return (output, output.sum(1)) if self.training else output
 
 
-def auxiliary_loss(outputs: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+def compute_auxiliary_loss(outputs: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
     output, auxiliary = outputs
     return functional.cross_entropy(output, target) + 0.01 * auxiliary.pow(2).mean()
 
@@ -298,7 +298,7 @@ def test_explanations_refuse_no_job(tmp_path: Path) -> None:
     """Earlier, a model with another output in eval mode was refused, also under serial."""
     texts: Any = TEXTS
     padded = make_job(
-        "padded", WithAuxiliary, texts, loss=auxiliary_loss, collate=pad_texts, batch=8
+        "padded", WithAuxiliary, texts, loss=compute_auxiliary_loss, collate=pad_texts, batch=8
     )
     losses = [pg.train(padded, each, runs=tmp_path).losses for each in ("serial", "data(2)")]
     torch.testing.assert_close(*map(torch.tensor, losses))

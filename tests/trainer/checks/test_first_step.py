@@ -167,7 +167,7 @@ def test_record_says_what_was_checked(tmp_path: Path) -> None:
     ]
 
 
-def late(first: int) -> TensorDataset:
+def make_late_ignored_targets(first: int) -> TensorDataset:
     """Return 48 samples, in the order of seed 5; two from position `first` on do not count."""
     targets = draw_integers(4, 48, seed=2)
     order = (
@@ -189,7 +189,13 @@ def test_rare_ignored_targets_end_the_run(tmp_path: Path) -> None:
     for strategy in STRATEGIES[:2]:
         with pytest.raises(pg.RankFailed, match=r"step 3, tensor loss: not one worker's training"):
             pg.train(
-                make_job("late", make_mlp, late(18), loss=compute_untraced_loss, batch=6),
+                make_job(
+                    "late",
+                    make_mlp,
+                    make_late_ignored_targets(18),
+                    loss=compute_untraced_loss,
+                    batch=6,
+                ),
                 strategy,
                 runs=tmp_path,
             )
@@ -207,13 +213,17 @@ def test_rare_ignored_targets_end_the_run(tmp_path: Path) -> None:
     assert [event["numbers"]["step"] for event in run.select_lines("event")] == [0, 1, 3, 7, 15]
 
 
-def around(output: Tensor, target: Tensor) -> Tensor:
+def compute_wrapped_loss(output: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(output, target)
 
 
 def test_wrapped_cross_entropy_weighs_counted_targets(tmp_path: Path) -> None:
     certificate = pg.verify(
-        make_job("late", make_mlp, late(18), loss=around, batch=6), "data(2)", runs=tmp_path
+        make_job(
+            "late", make_mlp, make_late_ignored_targets(18), loss=compute_wrapped_loss, batch=6
+        ),
+        "data(2)",
+        runs=tmp_path,
     )
     assert certificate.same
     assert certificate.difference is not None

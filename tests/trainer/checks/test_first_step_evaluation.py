@@ -33,12 +33,12 @@ pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_ranks"), pyte
 COMPARED = "one worker's, and so is the loss of"
 
 
-def trained(pool: Launcher, folder: Path, row: str, made: pg.Job) -> Run:
+def train_row(pool: Launcher, folder: Path, row: str, made: pg.Job) -> Run:
     folder.mkdir()
     return train_on_ranks(pool, validate_run(made, row, Settings()), folder)
 
 
-def not_compared(found: Run) -> list[str]:
+def list_skip_reasons(found: Run) -> list[str]:
     return [
         choice["because"] for choice in found.select_lines("choice") if choice["what"] == "test"
     ]
@@ -56,7 +56,7 @@ def small(*last: nn.Module) -> nn.Module:
     )
 
 
-def normed() -> nn.Module:
+def make_normed_cnn() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(2, 4, 3, padding=1),
         nn.Dropout(0.3),
@@ -73,11 +73,14 @@ def test_evaluation_of_a_divided_model_is_compared(
 ) -> None:
     """If each rank has the whole model, it tests the model as serial does, without a comparison."""
     for test in (IMAGES, None):
-        found = trained(
-            pool, tmp_path / str(test is None), row, make_job("tested", normed, IMAGES, test=test)
+        found = train_row(
+            pool,
+            tmp_path / str(test is None),
+            row,
+            make_job("tested", make_normed_cnn, IMAGES, test=test),
         )
         assert (COMPARED in (found.first_step or "")) == (test is not None and row != "data(2)")
-        assert not not_compared(found)
+        assert not list_skip_reasons(found)
 
 
 class Peeking(ByState):
@@ -94,7 +97,7 @@ class Peeking(ByState):
         return out @ torch.ones(1, 1) if self.constant else out  # torch.ones is in float32
 
 
-def slope(output: Tensor, target: Tensor) -> Tensor:
+def compute_linear_loss(output: Tensor, target: Tensor) -> Tensor:
     return (output[:, 0] * target).mean()
 
 
@@ -114,12 +117,14 @@ def test_different_evaluation_is_reported(
     Earlier, only steps were compared, so a test could give another number without a message. If a
     test cannot run in float64, there is no precise reference, and rounding baselines decide.
     """
-    made = make_job("peeking", lambda: Peeking(constant), VECTORS, test=VECTORS, loss=slope)
+    made = make_job(
+        "peeking", lambda: Peeking(constant), VECTORS, test=VECTORS, loss=compute_linear_loss
+    )
     with pytest.raises(
         pg.RankFailed,
         match=r"the loss of a test \(eval mode\) is off by .*goes another way than in training",
     ):
-        trained(pool, tmp_path / "run", row, made)
+        train_row(pool, tmp_path / "run", row, made)
 
 
 class Moving(nn.Module):
@@ -149,7 +154,7 @@ def test_comparison_leaves_parameters_unchanged(pool: Launcher, tmp_path: Path, 
     made = make_job(
         "clamping", lambda: Clamping(*small()), VECTORS, test=VECTORS, dtype=torch.float64, epochs=1
     )
-    serial, ours = (trained(pool, tmp_path / each, each, made) for each in ("serial", row))
+    serial, ours = (train_row(pool, tmp_path / each, each, made) for each in ("serial", row))
     assert ours.losses == pytest.approx(serial.losses, rel=1e-10)
 
 
@@ -168,7 +173,7 @@ class Coarse(nn.Sequential):
         return x
 
 
-def entropy(output: Tensor, target: Tensor) -> tuple[float, int]:
+def sum_cross_entropy(output: Tensor, target: Tensor) -> tuple[float, int]:
     return float(functional.cross_entropy(output, target, reduction="sum")), len(target)
 
 
@@ -183,17 +188,17 @@ def test_rounding_bound_of_an_evaluation(pool: Launcher, tmp_path: Path) -> None
         lambda: Coarse(*small()),
         VECTORS,
         test=VECTORS,
-        metric=entropy,
+        metric=sum_cross_entropy,
         dtype=torch.float64,
     )
-    assert COMPARED in (trained(pool, tmp_path / "run", "tensor(2)", made).first_step or "")
+    assert COMPARED in (train_row(pool, tmp_path / "run", "tensor(2)", made).first_step or "")
 
 
 @pytest.mark.parametrize("row", ["tensor(2)", pytest.param("place(2)", marks=pytest.mark.table)])
 def test_comparison_leaves_no_state_in_the_loss(pool: Launcher, tmp_path: Path, row: str) -> None:
     """Earlier, the state of the loss included the compared test, which serial does not run."""
     made = make_job("moving", small, VECTORS, test=VECTORS, loss=Moving(), dtype=torch.float64)
-    serial, ours = (trained(pool, tmp_path / each, each, made) for each in ("serial", row))
+    serial, ours = (train_row(pool, tmp_path / each, each, made) for each in ("serial", row))
     assert ours.losses == pytest.approx(serial.losses, rel=1e-10)
 
 
@@ -204,13 +209,15 @@ class Undoubted(nn.Sequential):
         super().__init__(*small())
         if dist.is_initialized():
             # the patch remains until the process ends
-            mock.patch.object(step_checker, "refuse_float64_copies", doubtful).start()
+            mock.patch.object(
+                step_checker, "refuse_float64_copies", refuse_undoubted_copies
+            ).start()
 
 
 refuse_copies = step_checker.refuse_float64_copies
 
 
-def doubtful(world: World, module: Any) -> None:
+def refuse_undoubted_copies(world: World, module: Any) -> None:
     if isinstance(module.model, Undoubted):
         raise StepFailed("doubtful")
     refuse_copies(world, module)
@@ -248,15 +255,15 @@ def test_random_evaluation_is_not_compared(
     In a test, the draws of a part of the model are numbered as in training, where dropout draws
     too. The loss may draw in any way.
     """
-    found = trained(
+    found = train_row(
         pool, tmp_path / "run", row, make_job("drawing", model, VECTORS, test=VECTORS, loss=loss)
     )
     assert "are one worker's" in (found.first_step or "")
     assert COMPARED not in (found.first_step or "")
-    assert not_compared(found) == ["it differs each time it is computed"]
+    assert list_skip_reasons(found) == ["it differs each time it is computed"]
 
 
-def of_training(output: Any, target: Tensor) -> Tensor:
+def compute_loss_of_dict(output: Any, target: Tensor) -> Tensor:
     return functional.cross_entropy(output["logits"], target)
 
 
@@ -274,14 +281,14 @@ def test_loss_that_rejects_eval_mode_output(pool: Launcher, tmp_path: Path) -> N
         lambda: Other(*small()),
         VECTORS,
         test=VECTORS,
-        loss=of_training,
+        loss=compute_loss_of_dict,
         metric=lambda output, target: ((output.argmax(1) == target).sum(), len(target)),
     )
-    (because,) = not_compared(trained(pool, tmp_path / "run", "tensor(2)", made))
+    (because,) = list_skip_reasons(train_row(pool, tmp_path / "run", "tensor(2)", made))
     assert because.startswith("one worker's raised IndexError")
 
 
-def dropping(world: World, row: str) -> list[float]:
+def train_without_first_samples(world: World, row: str) -> list[float]:
     """Run a user's loop that drops the first sample of each batch; no rank loaded such a batch."""
     torch.manual_seed(3)
     model = make_mlp().double()
@@ -300,6 +307,6 @@ def dropping(world: World, row: str) -> list[float]:
 
 @pytest.mark.parametrize("row", ["tensor(2)", pytest.param("place(2)", marks=pytest.mark.table)])
 def test_batch_shortened_by_the_user_loop(pool: Launcher, row: str) -> None:
-    expected = dropping(World(), "serial")
-    for losses in pool.run(dropping, row, size=2):
+    expected = train_without_first_samples(World(), "serial")
+    for losses in pool.run(train_without_first_samples, row, size=2):
         assert losses == pytest.approx(expected, rel=1e-9)

@@ -22,21 +22,21 @@ from paragrad.trainer.checks import reference_step
 pytestmark = pytest.mark.processes
 
 
-def cramped(model: nn.Module, samples: int) -> nn.Module:
+def limit_memory(model: nn.Module, samples: int) -> nn.Module:
     """Return the model; in ranks, pretend that there is memory for only so many samples.
 
     This is the memory beside two models, on each of ranks 0 and 1.
     """
     if dist.is_initialized():
 
-        def left(
+        def estimate_few_samples(
             trainer: object,
             batch: object,
             original: object = reference_step._estimate_sample_capacity,
         ) -> tuple[int, str]:
             return samples, "the samples want more than there is"
 
-        mock.patch.object(reference_step, "_estimate_sample_capacity", left).start()
+        mock.patch.object(reference_step, "_estimate_sample_capacity", estimate_few_samples).start()
     return model
 
 
@@ -47,7 +47,7 @@ def test_first_step_is_checked_with_fewer_samples(
     strategy: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     run = pg.train(
-        make_job("cramped", lambda: cramped(make_mlp(), 4), VECTORS, dtype=dtype),
+        make_job("cramped", lambda: limit_memory(make_mlp(), 4), VECTORS, dtype=dtype),
         strategy,
         runs=tmp_path,
     )
@@ -65,17 +65,21 @@ def test_check_with_fewer_samples_finds_a_fault(tmp_path: Path) -> None:
     (wrong,) = (each for each in WRONGS if each.__name__ == "mean_of_means")
     made = make_planted_job(wrong)
     with pytest.raises(pg.RankFailed, match="not one worker's training: before the first update"):
-        pg.train(made.replace(model=lambda: cramped(made.model(), 3)), "data(2)", runs=tmp_path)
+        pg.train(
+            made.replace(model=lambda: limit_memory(made.model(), 3)), "data(2)", runs=tmp_path
+        )
 
 
 def test_unchecked_first_step_is_recorded(tmp_path: Path) -> None:
-    def full(model: nn.Module) -> nn.Module:
+    def exhaust_memory(model: nn.Module) -> nn.Module:
         if dist.is_initialized():
             mock.patch.object(reference_step, "read_available_memory", return_value=0).start()
             mock.patch.object(reference_step, "SMALL_BYTES", 0).start()
         return model
 
-    run = pg.train(make_job("full", lambda: full(make_mlp()), VECTORS), "data(2)", runs=tmp_path)
+    run = pg.train(
+        make_job("full", lambda: exhaust_memory(make_mlp()), VECTORS), "data(2)", runs=tmp_path
+    )
     assert [
         line["because"] for line in run.select_lines("choice") if line["what"] == "first step"
     ] == ["12 samples need about 0 MiB on one rank, and 0 MiB are left"]

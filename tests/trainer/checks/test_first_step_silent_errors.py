@@ -115,7 +115,7 @@ class Teacher(nn.Module):
         return self.student(x), self.teacher(x)
 
 
-def towards(outputs: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+def compute_distillation_loss(outputs: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
     return functional.cross_entropy(outputs[0], target) + 0.5 * functional.mse_loss(*outputs)
 
 
@@ -125,7 +125,9 @@ def test_parameters_changed_by_a_forward_are_restored(tmp_path: Path) -> None:
     Earlier, the inspections moved the teacher. After two epochs it was 4 % off, although the record
     said that the first step was one worker's.
     """
-    taught = make_job("taught", Teacher, VECTORS, loss=towards, dtype=torch.float64)
+    taught = make_job(
+        "taught", Teacher, VECTORS, loss=compute_distillation_loss, dtype=torch.float64
+    )
     serial, ring = (
         pg.train(taught, each, runs=tmp_path).model().state_dict()
         for each in ("serial", "data(2, reduce=ring)")
@@ -202,7 +204,7 @@ class InPlace(Halved):
         if dist.is_initialized():
             judged = StepCheck._judge_doubtful
 
-            def in_double(
+            def judge_in_float64(
                 proof: StepCheck, ours: step_result.StepOutcome, doubtful: list[step_result.GapKey]
             ) -> list[Mismatch]:
                 if not proof.rerun_in_float64:
@@ -211,7 +213,7 @@ class InPlace(Halved):
                     return proof.rerun_in_float64() or []
 
             mock.patch.object(step_result, "EQUAL_EPS", 0).start()
-            mock.patch.object(StepCheck, "_judge_doubtful", in_double).start()
+            mock.patch.object(StepCheck, "_judge_doubtful", judge_in_float64).start()
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.mul_(2.0))
@@ -303,7 +305,7 @@ def test_state_outside_of_the_model_hides_no_error(dtype: torch.dtype, tmp_path:
 def test_sample_mixing_is_not_reported_without_a_split() -> None:
     """place(2) gives the whole batch to every part of the model, so mixed samples are no cause."""
 
-    def cause(strategy: str) -> str:
+    def diagnose_mismatch(strategy: str) -> str:
         training: Any = SimpleNamespace(
             setup=SimpleNamespace(
                 strategy=resolve_text(strategy),
@@ -319,12 +321,12 @@ def test_sample_mixing_is_not_reported_without_a_split() -> None:
             training, [Mismatch("gradient", 0, step_result.Gap(1.0, "weight", 2.0), 0.0)]
         )
 
-    assert "mixes samples" in cause("data(2)")
-    assert "mixes samples" in cause("pipeline(2, micro=2)")
-    assert "in a way that paragrad does not see" in cause("place(2)")
+    assert "mixes samples" in diagnose_mismatch("data(2)")
+    assert "mixes samples" in diagnose_mismatch("pipeline(2, micro=2)")
+    assert "in a way that paragrad does not see" in diagnose_mismatch("place(2)")
 
 
-def cuts(world: World) -> int:
+def count_partitions(world: World) -> int:
     """Count how often a rank partitions the model while a doubtful step is repeated."""
     halved = make_job("halved", lambda: Halved(64, True), VECTORS)
     trainer = Trainer.build_for_job(world, halved, resolve_text("place(2)"))
@@ -346,7 +348,7 @@ def test_repeated_step_uses_the_same_partition() -> None:
     another cut.
     """
     with Launcher(2) as ranks:
-        assert ranks.run(cuts) == [1, 0]
+        assert ranks.run(count_partitions) == [1, 0]
 
 
 class Doubling(nn.Module):

@@ -36,7 +36,7 @@ STRATEGIES = (
 LONG = TensorDataset(draw_numbers(240, 10, seed=1), draw_integers(4, 240, seed=2))
 
 
-def rank() -> int:
+def get_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -150,7 +150,9 @@ def test_models_that_depend_on_the_batch_later_are_named(
 
 
 # ---- faults of an exchange, from a step on -----------------------------------------------------
-def plant(change: Callable[[Exchange], None], method: str, first: int, alone: int | None) -> None:
+def plant_fault(
+    change: Callable[[Exchange], None], method: str, first: int, alone: int | None
+) -> None:
     """Change every exchange of this process, or of rank `alone`, after some steps.
 
     After its first `first` steps, the exchange also calls `change`.
@@ -161,18 +163,18 @@ def plant(change: Callable[[Exchange], None], method: str, first: int, alone: in
         if original is None:
             continue
 
-        def changed(self: Any, *arguments: Any, original: Any = original) -> Any:
+        def call_and_change(self: Any, *arguments: Any, original: Any = original) -> Any:
             nonlocal depth
             depth += 1
             result = original(self, *arguments)
             depth -= 1
             if not depth:  # not where a subclass calls its base
                 steps = vars(self)["fault_steps"] = vars(self).get("fault_steps", 0) + 1
-                if steps > first and alone in (None, rank()):
+                if steps > first and alone in (None, get_rank()):
                     change(self)
             return result
 
-        setattr(kind, method, changed)
+        setattr(kind, method, call_and_change)
 
 
 def list_classes(kind: type) -> list[type]:
@@ -199,7 +201,7 @@ def build_faulty(
         # once in a process: the reference builds a model too
         if dist.is_initialized() and not PLANTED:
             PLANTED.append(method)
-            plant(change, method, first, alone)
+            plant_fault(change, method, first, alone)
         return nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 4))
 
     return build
