@@ -225,7 +225,7 @@ def test_chaotic_model_is_distinguished_from_a_wrong_one(tmp_path: Path) -> None
     ResNet-18 the difference is 22. Plain torch with reversed samples differs from itself by 2.6.
     Earlier, verify called it another training.
     """
-    found = verify_job(CHAOTIC, "data(2, micro=2)", tmp_path)
+    found = verify_job(CHAOTIC, "data(2)", tmp_path)
     assert found.same
     assert found.difference is not None
     assert found.difference > 1e-10
