@@ -602,7 +602,8 @@ job = pg.Job(name="talks", model=lambda: nn.Linear(10, 4), loss=nn.functional.cr
              optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), epochs=100_000)
 """
 AT_A_TERMINAL = """
-import os, sys
+import os, signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)     # tests under nohup ignore it
 # of a session's first process: its controlling terminal
 terminal = os.open(sys.argv[1], os.O_RDWR)
 for number in range(3):
