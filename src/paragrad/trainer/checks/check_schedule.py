@@ -8,8 +8,10 @@ The steps 1, 2, 4, 8 and 16 are checked. After them one step is drawn in each in
 With a share of 1 every step is checked.
 
 At each check rank 0 computes the length of the next interval from what checks and steps have cost,
-and all ranks adopt the plan. The step is drawn from the seed, so a fault that lasts cannot lie
-between checks of a regular distance.
+and all ranks adopt the plan. If the number of steps is known, the checks that the share allows are
+distributed over the rest of the run. The fixed checks may have cost more than the share of a short
+run; then the last step alone is checked. The step is drawn from the seed, so a fault that lasts
+cannot lie between checks of a regular distance.
 """
 
 from __future__ import annotations
@@ -34,11 +36,13 @@ class CheckCosts:
         check_seconds: Seconds in all checks.
         expected_seconds: Seconds that the next check will probably take.
         run_seconds: Seconds since the first step began, checks included.
+        step_seconds: Seconds of a step without its check.
     """
 
     check_seconds: float
     expected_seconds: float
     run_seconds: float
+    step_seconds: float
 
 
 @dataclass(frozen=True)
@@ -53,16 +57,29 @@ class CheckPlan:
     step: int = FIXED_STEPS[0]
     interval_end: int = FIXED_STEPS[0]
 
-    def plan_next(self, done: int, seed: int, share: float, costs: CheckCosts) -> CheckPlan:
+    def plan_next(
+        self,
+        done: int,
+        seed: int,
+        share: float,
+        costs: CheckCosts,
+        last_step: int | None = None,
+    ) -> CheckPlan:
         """Plan the check after one that is done.
 
         Args:
             done: The step that was checked. If it was not the planned one but, for example, the
                 last before a checkpoint, it takes the place of the planned one.
+
             seed: The seed of the training.
+
             share: The share of checks in the run's time, above 0 and at most 1. With 1 every step
                 is checked.
+
             costs: What checks and steps have cost.
+
+            last_step: The last step of the run, which is checked in any case; None if it is not
+                known.
         """
         if share >= 1.0:
             return CheckPlan(done + 1, done + 1)
@@ -71,7 +88,17 @@ class CheckPlan:
         if fixed := [step for step in FIXED_STEPS if step > done]:
             return CheckPlan(fixed[0], fixed[0])
         start = max(done, self.interval_end)
-        step_seconds = max(costs.run_seconds - costs.check_seconds, 1e-9) / done
+        step_seconds = max(costs.step_seconds, 1e-9)
+        if last_step is not None and start < last_step:
+            # with their own time, all checks take the share of the whole run
+            allowed_seconds = share / (1.0 - share) * step_seconds * last_step
+            left_seconds = allowed_seconds - costs.check_seconds - costs.expected_seconds
+            count = round(left_seconds / max(costs.expected_seconds, 1e-9))
+            if count <= 0:
+                return CheckPlan(last_step, last_step)
+            length = max(1, (last_step - start) // count)
+            drawn = random.Random(f"{seed} {start}").randrange(length)
+            return CheckPlan(start + 1 + drawn, start + length)
         # the checks so far, the next one and that of the run's last step cost the share of the
         # time until the interval's end
         wanted_seconds = (costs.check_seconds + 2 * costs.expected_seconds) / share
@@ -104,6 +131,8 @@ class CheckSchedule:
         count: The number of checks.
 
         last_equal: The last step that was compared and equal, as serial counts; None before it.
+
+        last_planned: (own step, seconds of all steps without checks) when the last plan was made.
     """
 
     def __init__(self, seed: int, share: float) -> None:
@@ -115,6 +144,7 @@ class CheckSchedule:
         self.last_seconds = 0.0
         self.count = 0
         self.last_equal: int | None = None
+        self.last_planned = (0, 0.0)
 
     @contextlib.contextmanager
     def measure_part(self, begins: bool = False) -> Iterator[None]:
@@ -135,13 +165,14 @@ class CheckSchedule:
             self.last_seconds += seconds
             self.check_seconds += seconds
 
-    def plan_next(self, own_step: int, step: int, world: World) -> int:
+    def plan_next(self, own_step: int, step: int, world: World, last_step: int | None) -> int:
         """Plan the next check after one that found everything equal. Collective.
 
         Args:
             own_step: The number of the checked step in this process, from 1.
             step: The checked step, as serial counts.
             world: The ranks. Rank 0 plans for all.
+            last_step: The number of the run's last step in this process, or None.
 
         Returns:
             The number of the step of the next check.
@@ -150,8 +181,15 @@ class CheckSchedule:
         run_seconds = 0.0 if self.start is None else time.monotonic() - self.start
         # one check takes longer than another if it needs a baseline
         expected_seconds = max(self.last_seconds, self.check_seconds / max(1, self.count))
-        costs = CheckCosts(self.check_seconds, expected_seconds, run_seconds)
+        seconds_of_steps = run_seconds - self.check_seconds
+        planned_step, planned_seconds = self.last_planned
+        step_seconds = min(  # the first steps take longer than the later ones
+            seconds_of_steps / own_step,
+            (seconds_of_steps - planned_seconds) / max(1, own_step - planned_step),
+        )
+        self.last_planned = own_step, seconds_of_steps
+        costs = CheckCosts(self.check_seconds, expected_seconds, run_seconds, step_seconds)
         self.plan = world.broadcast_object(
-            self.plan.plan_next(own_step, self.seed, self.share, costs)
+            self.plan.plan_next(own_step, self.seed, self.share, costs, last_step)
         )
         return self.plan.step
