@@ -226,8 +226,8 @@ def test_links_between_hosts_are_measured(clusters: Clusters, tmp_path: Path) ->
     assert list(machine.links) == ["gloo"]
     assert machine.hosts == 2
     assert "gloo over eth0" in machine.measured
-    # 200 Mbit/s carry less than 25 MB in a second
-    assert machine.links["gloo"].beta > 1 / 25e6
+    # 200 Mbit/s are 25 MB in a second; a token bucket lets the first bytes of a message pass faster
+    assert 0.95 / 25e6 < machine.links["gloo"].beta < 1.25 / 25e6
     assert "machine.json" in told[0]
     assert not told[1]
 

@@ -6,7 +6,12 @@ import itertools
 
 import pytest
 
-from paragrad.trainer.checks.check_schedule import FIXED_STEPS, CheckCosts, CheckPlan
+from paragrad.trainer.checks.check_schedule import (
+    FIXED_STEPS,
+    SHORT_RUN_SECONDS,
+    CheckCosts,
+    CheckPlan,
+)
 
 pytestmark = pytest.mark.pure
 
@@ -101,3 +106,11 @@ def test_intervals_of_a_run_of_known_length_are_equal_in_its_course() -> None:
     checked = list_checks(40_000, 0.01, is_end_known=True)
     distances = [b - a for a, b in itertools.pairwise(checked[4:])]
     assert max(distances) < 3 * 40_000 / len(checked)
+
+
+def test_short_run_has_drawn_checks_too() -> None:
+    """In 500 steps of 3 ms, the fixed checks take more than 5 % of the run's time."""
+    checked = list_checks(500, 0.05, step_seconds=0.003, check_seconds=0.016, is_end_known=True)
+    drawn = checked[len(FIXED_STEPS) : -1]
+    assert len(drawn) > 5
+    assert len(checked) * 0.016 < 1.1 * 0.05 / 0.95 * SHORT_RUN_SECONDS

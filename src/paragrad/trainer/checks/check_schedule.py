@@ -9,9 +9,9 @@ With a share of 1 every step is checked.
 
 At each check rank 0 computes the length of the next interval from what checks and steps have cost,
 and all ranks adopt the plan. If the number of steps is known, the checks that the share allows are
-distributed over the rest of the run. The fixed checks may have cost more than the share of a short
-run; then the last step alone is checked. The step is drawn from the seed, so a fault that lasts
-cannot lie between checks of a regular distance.
+distributed over the rest of the run. The fixed checks may have cost more than that; then the last
+step alone is checked. A run of less than 5 s is treated as one of 5 s. The step is drawn from the
+seed, so a fault that lasts cannot lie between checks of a regular distance.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from paragrad.runtime.world import World
 
 FIXED_STEPS = (1, 2, 4, 8, 16)
+SHORT_RUN_SECONDS = 5.0  # a shorter run may take as much for its checks as one of this length
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,10 @@ class CheckPlan:
         step_seconds = max(costs.step_seconds, 1e-9)
         if last_step is not None and start < last_step:
             # with their own time, all checks take the share of the whole run
-            allowed_seconds = share / (1.0 - share) * step_seconds * last_step
+            steps_seconds = max(SHORT_RUN_SECONDS, step_seconds * last_step)
+            allowed_seconds = share / (1.0 - share) * steps_seconds
             left_seconds = allowed_seconds - costs.check_seconds - costs.expected_seconds
-            count = round(left_seconds / max(costs.expected_seconds, 1e-9))
+            count = int(left_seconds / max(costs.expected_seconds, 1e-9))
             if count <= 0:
                 return CheckPlan(last_step, last_step)
             length = max(1, (last_step - start) // count)
