@@ -87,7 +87,9 @@ def test_micro_batches_are_those_of_one_rank(
         whole = sum(map(len, piece))
         assert whole  # no micro-batch is empty on every rank
         for part, weight in zip(piece, weights, strict=True):
-            assert abs(len(part) - whole * weight / sum(weights)) < 1
+            # the rank that lacks most of its share of the batch gets a remaining sample, also if
+            # its part of this micro-batch is a whole number
+            assert abs(len(part) - whole * weight / sum(weights)) <= 1
 
 
 @given(st.integers(0, 200), st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(1, 12))

@@ -222,7 +222,7 @@ class TrainingLoop(BatchLoop[int]):
         # A resumed run may begin with a test, before any step sets the batch size.
         self.training.state.use_batch_size(min(job.batch, validated_run.inspection.samples))
         self.steps = min(settings.limit or 2**62, job.epochs * self.steps_per_epoch)
-        self.training.state.plan_end(self.steps)
+        trainer.checker.schedule.plan_end(self.steps)
         self.epochs = job.epochs
         self.start = (0, 0)
         self.status = "finished"

@@ -85,9 +85,6 @@ class TrainingState:
 
         is_check_requested: Whether the next step is checked, besides those that are planned.
 
-        planned_steps: The number of completed steps at the end of the run, as serial counts; None
-            if only the user's own loop knows it.
-
         is_scheduled_by_loop: Whether the loop steps the scheduler, and no step of the trainer does.
 
         initial_optimizer_values: What the optimizer kept in itself before the first step.
@@ -125,7 +122,6 @@ class TrainingState:
         self.scheduler = scheduler
         self.next_check = 1
         self.is_check_requested = False
-        self.planned_steps: int | None = None
         self.is_scheduled_by_loop = False
         self.initial_optimizer_values = copy_unsaved_values(optimizer)
         self.steps = 0
@@ -147,21 +143,6 @@ class TrainingState:
     def is_check_due(self) -> bool:
         """Whether the next step is checked."""
         return self.is_check_requested or self.own_steps + 1 == self.next_check
-
-    @property
-    def last_own_step(self) -> int | None:
-        """The number of the run's last step in this process, from 1; None if it is not known."""
-        if self.planned_steps is None:
-            return None
-        return self.own_steps + self.planned_steps - self.steps
-
-    def plan_end(self, steps: int) -> None:
-        """Note how long the run is.
-
-        Args:
-            steps: The number of completed steps at its end, as serial counts.
-        """
-        self.planned_steps = steps
 
     def plan_check(self, own_step: int) -> None:
         """Plan the next check.

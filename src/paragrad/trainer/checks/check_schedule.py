@@ -134,6 +134,9 @@ class CheckSchedule:
 
         last_equal: The last step that was compared and equal, as serial counts; None before it.
 
+        planned_steps: The number of completed steps at the end of the run, as serial counts; None
+            if only the user's own loop knows it.
+
         last_planned: (own step, seconds of all steps without checks) when the last plan was made.
     """
 
@@ -146,6 +149,7 @@ class CheckSchedule:
         self.last_seconds = 0.0
         self.count = 0
         self.last_equal: int | None = None
+        self.planned_steps: int | None = None
         self.last_planned = (0, 0.0)
 
     @contextlib.contextmanager
@@ -167,14 +171,21 @@ class CheckSchedule:
             self.last_seconds += seconds
             self.check_seconds += seconds
 
-    def plan_next(self, own_step: int, step: int, world: World, last_step: int | None) -> int:
+    def plan_end(self, steps: int) -> None:
+        """Note how long the run is.
+
+        Args:
+            steps: The number of completed steps at its end, as serial counts.
+        """
+        self.planned_steps = steps
+
+    def plan_next(self, own_step: int, step: int, world: World) -> int:
         """Plan the next check after one that found everything equal. Collective.
 
         Args:
             own_step: The number of the checked step in this process, from 1.
             step: The checked step, as serial counts.
             world: The ranks. Rank 0 plans for all.
-            last_step: The number of the run's last step in this process, or None.
 
         Returns:
             The number of the step of the next check.
@@ -191,7 +202,10 @@ class CheckSchedule:
         )
         self.last_planned = own_step, seconds_of_steps
         costs = CheckCosts(self.check_seconds, expected_seconds, run_seconds, step_seconds)
+        last_own_step = (
+            None if self.planned_steps is None else own_step + self.planned_steps - step - 1
+        )
         self.plan = world.broadcast_object(
-            self.plan.plan_next(own_step, self.seed, self.share, costs, last_step)
+            self.plan.plan_next(own_step, self.seed, self.share, costs, last_own_step)
         )
         return self.plan.step

@@ -511,11 +511,7 @@ class StepChecker:
             self._refuse_unequal_replicas(
                 "after", dict(training.setup.model.named_buffers()) if buffers else {}
             )
-        state.plan_check(
-            self.schedule.plan_next(
-                state.own_steps + 1, state.steps, training.world, state.last_own_step
-            )
-        )
+        state.plan_check(self.schedule.plan_next(state.own_steps + 1, state.steps, training.world))
         if self.finding and training.world.rank == 0:
             equal, separator, note = self.finding.partition("; ")
             update = (
