@@ -828,7 +828,8 @@ class Towers(nn.Module):
         return {"hidden": hidden.squeeze(1)}
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.left(x) * self.encode_right(x)["hidden"] * self.scale  # type: ignore[no-any-return]
+        hidden = self.encode_right(x)["hidden"]
+        return self.left(x) * hidden * self.scale  # type: ignore[no-any-return]
 
 
 class Experts(nn.Module):
