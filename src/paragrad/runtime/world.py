@@ -17,12 +17,7 @@ from torch import Tensor
 
 from paragrad.errors import StepFailed
 from paragrad.runtime.mesh import Axis, build_grid, check_disjoint, group_ranks_by_axes, locate_rank
-from paragrad.runtime.object_message import (
-    decode_object,
-    encode_object,
-    make_head,
-    read_head,
-)
+from paragrad.runtime.object_message import decode_object, encode_object, make_head, read_head
 from paragrad.runtime.stop_signals import StopRequest
 
 CPU = torch.device("cpu")

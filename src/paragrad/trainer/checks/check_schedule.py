@@ -99,13 +99,12 @@ class CheckPlan:
             if count <= 0:
                 return CheckPlan(last_step, last_step)
             length = max(1, (last_step - start) // count)
-            drawn = random.Random(f"{seed} {start}").randrange(length)
-            return CheckPlan(start + 1 + drawn, start + length)
-        # the checks so far, the next one and that of the run's last step cost the share of the
-        # time until the interval's end
-        wanted_seconds = (costs.check_seconds + 2 * costs.expected_seconds) / share
-        missing_seconds = wanted_seconds - costs.run_seconds - costs.expected_seconds
-        length = max(1, math.ceil(missing_seconds / step_seconds) - (start - done))
+        else:
+            # the checks so far, the next one and that of the run's last step cost the share of the
+            # time until the interval's end
+            wanted_seconds = (costs.check_seconds + 2 * costs.expected_seconds) / share
+            missing_seconds = wanted_seconds - costs.run_seconds - costs.expected_seconds
+            length = max(1, math.ceil(missing_seconds / step_seconds) - (start - done))
         drawn = random.Random(f"{seed} {start}").randrange(length)
         return CheckPlan(start + 1 + drawn, start + length)
 
