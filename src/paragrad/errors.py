@@ -270,6 +270,20 @@ def format_location(rank: int | None, step: int | None, tensor: str | None) -> s
     return f"{', '.join(named)}: " if named else ""
 
 
+def iterate_causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, its cause, the cause of that, and so on; each once.
+
+    Args:
+        error: The error. User code may have raised it from itself (`raise error from error`).
+    """
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__
+
+
 def describe_error(error: BaseException) -> str:
     """Describe an error of user code in one line.
 
@@ -292,9 +306,7 @@ def describe_error(error: BaseException) -> str:
     place = f" ({user_frames[-1].filename}:{user_frames[-1].lineno})" if user_frames else ""
     if isinstance(error, SyntaxError) and error.filename:
         place = ""  # its message names the file
-    root: BaseException = error
-    while root.__cause__ is not None:
-        root = root.__cause__
+    *_, root = iterate_causes(error)
     is_named = (getattr(root, "strerror", None) or str(root)) in str(error)
     cause = "" if is_named else f" (first cause: {type(root).__name__}: {root})"
     notes = "".join(
@@ -349,8 +361,9 @@ def format_user_traceback(error: BaseException) -> str:
     Returns:
         The text; empty if paragrad itself raised the error, or if no user code was running.
     """
-    while error.__cause__ is not None and error.__cause__.__traceback__ is not None:
-        error = error.__cause__
+    *_, error = itertools.takewhile(
+        lambda each: each is error or each.__traceback__ is not None, iterate_causes(error)
+    )
     formatted = traceback.TracebackException.from_exception(error)
     user_frames = itertools.dropwhile(
         lambda frame: frame.filename.startswith(LIBRARY_PREFIXES), formatted.stack

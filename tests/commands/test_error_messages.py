@@ -14,6 +14,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -25,8 +26,9 @@ from torch import nn
 import paragrad as pg
 from paragrad.commands.cli import use_exit_codes
 from paragrad.engine.probe import find_nonfinite_tensor
-from paragrad.errors import StepFailed
+from paragrad.errors import RankFailed, StepFailed, iterate_causes
 from paragrad.launch import Launcher
+from paragrad.parallel.server.worker_exchange import WorkerExchange
 from paragrad.record.record import Record
 from paragrad.runtime.stragglers import explain_timeout
 from paragrad.validation import memory_check
@@ -582,6 +584,39 @@ def test_cause_of_a_chained_error_is_reported() -> None:
         r"ImportError: operator torchvision::nms does not exist\) \(.*test_error_messages.py:",
     ):
         validate_run(MANY.replace(model=fail_to_import), "serial")
+
+
+def test_error_that_is_its_own_cause_ends_the_search() -> None:
+    """The search for the first cause was endless: a worker hung when a server had been killed."""
+
+    def raise_from_itself() -> None:
+        error = ValueError("a circle")
+        other = KeyError("x")
+        other.__cause__ = error
+        raise error from other
+
+    with pytest.raises(ValueError, match="a circle") as caught:
+        raise_from_itself()
+    failure = RankFailed.wrap_error(caught.value, rank=1)
+    assert "a circle" in str(failure)
+    assert "Traceback" in failure.user_traceback
+    alone = ValueError("alone")
+    alone.__cause__ = alone
+    assert list(iterate_causes(alone)) == [alone]
+    assert "alone" in str(StepFailed.wrap_error(alone))
+
+
+def test_worker_that_waits_for_a_dead_one_raises_no_circle() -> None:
+    exchange: Any = mock.Mock()
+    exchange.worker_world.barrier.side_effect = RuntimeError("closed")
+    exchange.find_cause.side_effect = lambda error: error
+    with pytest.raises(RuntimeError, match="closed") as caught:
+        WorkerExchange._wait_for_workers(exchange)
+    assert caught.value.__cause__ is None
+    exchange.find_cause.side_effect = lambda error: StepFailed("server 0 ended")
+    with pytest.raises(StepFailed, match="server 0 ended") as named:
+        WorkerExchange._wait_for_workers(exchange)
+    assert isinstance(named.value.__cause__, RuntimeError)
 
 
 def test_timeout_is_reported_with_its_purpose() -> None:

@@ -617,7 +617,10 @@ class WorkerExchange(Exchange):
             try:
                 self.worker_world.barrier()
             except Exception as error:
-                raise self.find_cause(error) from error
+                cause = self.find_cause(error)
+                if cause is error:  # an error that is its own cause would be a circle
+                    raise
+                raise cause from error
 
     def find_cause(self, error: Exception) -> Exception:
         """Return the error that names all ranks that ended, if another one ended with them.
