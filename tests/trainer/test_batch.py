@@ -16,8 +16,12 @@ ORDER = SampleOrder(29, 12, seed=5)
 def test_rank_has_a_part_of_every_micro_batch() -> None:
     division = Division((1, 1), 3)
     batch = make_rank_batch(ORDER, 0, range(12, 24), division, [1])
-    assert [each.positions for each in batch.micro_batches] == [[14, 15], [18, 19], [22, 23]]
-    assert batch.places == [2, 3, 6, 7, 10, 11]
+    assert [list(each.positions) for each in batch.micro_batches] == [
+        [14, 15],
+        [18, 19],
+        [22, 23],
+    ]
+    assert list(batch.places) == [2, 3, 6, 7, 10, 11]
     assert batch.recorded_ranges == [[14, 16], [18, 20], [22, 24]]
 
 
@@ -34,7 +38,8 @@ def test_rank_without_samples_has_no_range() -> None:
     """The rank runs one sample of the batch with weight 0."""
     batch = make_rank_batch(ORDER, 0, range(24, 25), Division((1, 1), 3), [1])
     assert batch.recorded_ranges == []
-    assert [(each.positions, each.places) for each in batch.micro_batches] == [([], [0])]
+    (micro,) = batch.micro_batches
+    assert (list(micro.positions), list(micro.places)) == ([], [0])
 
 
 def test_smaller_batch_is_divided_anew() -> None:
@@ -42,6 +47,6 @@ def test_smaller_batch_is_divided_anew() -> None:
     batch = make_rank_batch(ORDER, 0, range(12), division, [1])
     smaller = batch.take_first_samples(4, division, [1])
     assert smaller is not None
-    assert [each.positions for each in smaller.micro_batches] == [[1], [3]]
+    assert [list(each.positions) for each in smaller.micro_batches] == [[1], [3]]
     assert smaller.sample_indices == batch.sample_indices[:4]
     assert batch.take_first_samples(1, division, [1]) is None  # replica 0 alone has a sample

@@ -8,7 +8,7 @@ named tuple, such as a PackedSequence, is one argument of the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -87,7 +87,7 @@ class Samples:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, key: tuple[int, list[int]] | tuple[int, list[int], list[int]]) -> Any:
+    def __getitem__(self, key: tuple[int, list[int]] | tuple[int, list[int], Sequence[int]]) -> Any:
         epoch, indices, *places = key
         if isinstance(self.dataset, Stream):
             self.dataset.read_batch(self.seed, epoch, indices, self.sample_timeout)
@@ -95,9 +95,9 @@ class Samples:
             return self._collate_samples(epoch, indices, len(indices))
         if isinstance(self.collate, WholeBatch):
             return slice_batch(
-                self._collate_samples(epoch, indices, len(indices)), places[0], len(indices)
+                self._collate_samples(epoch, indices, len(indices)), list(places[0]), len(indices)
             )
-        return self._collate_samples(epoch, [indices[place] for place in places[0]], len(indices))
+        return self._collate_samples(epoch, _select_indices(indices, places[0]), len(indices))
 
     def _collate_samples(self, epoch: int, indices: list[int], batch: int) -> Any:
         dataset = self.dataset
@@ -155,6 +155,13 @@ class Samples:
             raise StepFailed(
                 f"sample {index} of the dataset raised {describe_error(error)}"
             ) from error
+
+
+def _select_indices(indices: list[int], places: Sequence[int]) -> list[int]:
+    """Return the indices at some places; of a range, by slicing."""
+    if isinstance(places, range) and places.step == 1:
+        return indices[places.start : places.stop]
+    return [indices[place] for place in places]
 
 
 def explain_whole_batch(samples: Samples, batch: int) -> str | None:
@@ -280,7 +287,7 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     Returns:
         The same structure with the results.
     """
-    if isinstance(value, PackedSequence):
+    if type(value) is Tensor or isinstance(value, PackedSequence):
         return function(value)
     if isinstance(value, Mapping):
         return {name: map_leaves(function, each) for name, each in value.items()}

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -565,10 +565,39 @@ class Exchange(ABC):
         """Release what the exchange holds. The model is a plain module again."""
 
 
-@contextlib.contextmanager
+class UnchangedParameters:
+    """Refuses, at the end of this context, parameters that changed in it.
+
+    The context surrounds the passes of every step, so it is a class: a generator takes longer.
+
+    Args:
+        parameters: The parameters by name.
+        message: The message of the failure.
+    """
+
+    __slots__ = ("message", "parameters", "versions")
+
+    def __init__(self, parameters: Mapping[str, Tensor], message: str) -> None:
+        self.parameters = parameters
+        self.message = message
+
+    def __enter__(self) -> None:
+        self.versions = [each._version for each in self.parameters.values()]
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        versions = [each._version for each in self.parameters.values()]
+        if kind is None and versions != self.versions:
+            changed = [
+                name
+                for name, before, now in zip(self.parameters, self.versions, versions, strict=True)
+                if before != now
+            ]
+            raise StepFailed(self.message, tensor=", ".join(changed[:3]))
+
+
 def refuse_moved_parameters(
-    exchange: Exchange, parameters: Mapping[str, Tensor], layout: Layout, replicas: int
-) -> Iterator[None]:
+    exchange: Exchange, parameters: Mapping[str, Tensor], copies: Mapping[str, Tensor]
+) -> contextlib.AbstractContextManager[None]:
     """Refuse a forward pass that changes a parameter which other ranks have too.
 
     The context surrounds the passes of a step. The other ranks share the parameter in memory, or
@@ -578,22 +607,17 @@ def refuse_moved_parameters(
     Args:
         exchange: The exchange of this rank.
         parameters: The parameters of this rank by name.
-        layout: Which part of the model this rank holds.
-        replicas: Number of replicas.
+        copies: Those of which other ranks hold copies, in a divided model.
+
+    Returns:
+        The context.
 
     Raises:
-        StepFailed: A forward pass has changed such a parameter.
+        StepFailed: A forward pass has changed such a parameter; raised at the end of the context.
     """
-    watched = (
-        parameters if exchange.sharing_ranks > 1 else layout.select_copies(parameters, replicas)
-    )
-    versions = [(name, each, each._version) for name, each in watched.items()]
-    yield
-    if changed := [name for name, each, version in versions if each._version != version]:
-        raise StepFailed(
-            SHARED_PARAMETER_CHANGED if exchange.sharing_ranks > 1 else UNCARRIED_PARAMETER_CHANGED,
-            tensor=", ".join(changed[:3]),
-        )
+    if exchange.sharing_ranks > 1:
+        return UnchangedParameters(parameters, SHARED_PARAMETER_CHANGED)
+    return UnchangedParameters(copies, UNCARRIED_PARAMETER_CHANGED)
 
 
 class Totals(NamedTuple):

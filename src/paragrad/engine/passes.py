@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from paragrad.datasets.loading import list_batch_tensors
 from paragrad.engine.activation_meter import ActivationMeter
 from paragrad.engine.batch_norm import BatchNorm
-from paragrad.engine.exchange import Exchange
+from paragrad.engine.exchange import Exchange, UnchangedParameters
 from paragrad.engine.gradient_noise import GradientNorms
 from paragrad.engine.model_shard import PassContext
 from paragrad.engine.probe import find_nonfinite_tensor
@@ -34,6 +35,7 @@ from paragrad.record.step_log import StepLog
 from paragrad.runtime.world import World
 from paragrad.strategies.shares import MicroBatch
 
+NO_CONTEXT = contextlib.nullcontext()
 # activations are counted in so many steps: this costs some microseconds for each saved tensor
 COUNTED_STEPS = 2
 CHANGED_IN_BACKWARD = (
@@ -153,6 +155,8 @@ class Passes(ABC):
 
         peak_bytes: The most bytes kept at once in the counted steps so far.
 
+        is_timed: Whether forward passes are timed.
+
         forward_seconds: Wall-clock seconds in whole forward passes, without waits for other ranks,
             in total.
 
@@ -163,6 +167,7 @@ class Passes(ABC):
 
     activation_meter: ActivationMeter | None = None
     peak_bytes = 0
+    is_timed = False
     forward_seconds = 0.0
     forward_cpu_seconds = 0.0
 
@@ -204,6 +209,10 @@ class Passes(ABC):
             The output, or None if it is on other ranks.
         """
         return tree_map_only(WrappedTensor, unwrap, call_model(self.host.module.model, inputs))
+
+    def start_timing(self) -> None:
+        """Time forward passes from here on."""
+        self.is_timed = True
 
     def close(self) -> None:  # noqa: B027         # most hold nothing
         """Release what the passes hold of the model, at the end of the training."""
@@ -272,24 +281,21 @@ def enter_pass_contexts(
         count_bytes(each.name, each.sent_bytes, computed=True)  # type: ignore[misc]
 
 
-@contextlib.contextmanager
-def refuse_changed_in_backward(parameters: Mapping[str, Tensor]) -> Iterator[None]:
+def refuse_changed_in_backward(
+    parameters: Mapping[str, Tensor],
+) -> AbstractContextManager[None]:
     """Refuse a backward pass that changes a parameter, as an optimizer in a hook does.
 
     Args:
         parameters: The parameters that no backward may change, by name.
 
+    Returns:
+        The context around the backward pass.
+
     Raises:
-        StepFailed: A backward pass has changed one of them.
+        StepFailed: A backward pass has changed one of them; raised at the end of the context.
     """
-    versions = [each._version for each in parameters.values()]
-    yield
-    if changed := [
-        name
-        for (name, each), version in zip(parameters.items(), versions, strict=True)
-        if each._version != version
-    ]:
-        raise StepFailed(CHANGED_IN_BACKWARD, tensor=", ".join(changed[:3]))
+    return UnchangedParameters(parameters, CHANGED_IN_BACKWARD) if parameters else NO_CONTEXT
 
 
 def run_passes(
@@ -356,20 +362,14 @@ class SequentialPasses(Passes):
         host.batch_norm.start_micro_batch(samples)
         last = number == count - 1
         with exchange.micro_batch(last), host.key_draws(micro), host.batch_norm:
-            started = time.perf_counter()
-            cpu_started = time.thread_time()
-            waited_before = host.batch_norm.waited_seconds
             with (
+                self.time_forward() if self.is_timed else NO_CONTEXT,
                 host.log.record_span(f"F{number}", "compute"),
                 host.use_autocast(),
                 self.track_activations(inputs, target),
             ):
                 share, weight = exchange.module(inputs, target, samples)
-            value = float(share.detach())
-            self.forward_seconds += (
-                time.perf_counter() - started - (host.batch_norm.waited_seconds - waited_before)
-            )
-            self.forward_cpu_seconds += time.thread_time() - cpu_started
+            value = share.item()
             if not math.isfinite(value):
                 with host.batch_norm.use_probe_mode():
                     raise StepFailed(
@@ -383,11 +383,25 @@ class SequentialPasses(Passes):
                 host.log.record_span(f"B{number}", "compute"),
                 host.noise.measure_backward(number, weight, host.module.divisor)
                 if host.noise.is_measured
-                else contextlib.nullcontext(),
+                else NO_CONTEXT,
                 refuse_changed_in_backward(host.watched_parameters),
             ):
                 share.backward()
         return LossSums(value, weight)
+
+    @contextlib.contextmanager
+    def time_forward(self) -> Iterator[None]:
+        """Add the time of a forward pass to the sums. A GPU is waited for at the end."""
+        batch_norm = self.host.batch_norm
+        waited_before = batch_norm.waited_seconds
+        cpu_started = time.thread_time()
+        started = time.perf_counter()
+        yield
+        if self.host.world.device.type == "cuda":
+            torch.cuda.synchronize(self.host.world.device)
+        waited = batch_norm.waited_seconds - waited_before
+        self.forward_seconds += time.perf_counter() - started - waited
+        self.forward_cpu_seconds += time.thread_time() - cpu_started
 
     def track_activations(self, *batch: Any) -> AbstractContextManager[Any]:
         """Return the context around a forward pass that counts what is saved for backward.
@@ -396,6 +410,6 @@ class SequentialPasses(Passes):
             *batch: The tensors of the batch, which are not counted.
         """
         if self.activation_meter is None:
-            return contextlib.nullcontext()
+            return NO_CONTEXT
         self.activation_meter.exclude_tensors(list_batch_tensors(list(batch)))
         return self.activation_meter.count_saved_tensors()

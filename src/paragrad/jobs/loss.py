@@ -19,6 +19,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -68,6 +69,9 @@ def count_target_weight(loss: Loss, target: Any) -> float | None:
     if options is None or not isinstance(target, Tensor) or target.is_floating_point():
         return None
     ignore_index, class_weight = options
+    if class_weight is None and type(target) is Tensor and target.device.type == "cpu":
+        # for a small batch, numpy takes a quarter of the time
+        return float(numpy.count_nonzero(target.numpy() != ignore_index))
     counted_targets = target != ignore_index
     return float(
         counted_targets.sum()
@@ -78,7 +82,7 @@ def count_target_weight(loss: Loss, target: Any) -> float | None:
 
 def _get_cross_entropy_options(loss: Loss) -> tuple[int, Tensor | None] | None:
     """(ignore_index, class weights) of a torch cross-entropy, or None for any other loss."""
-    if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
+    if isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)):
         return loss.ignore_index, loss.weight
     keywords: dict[str, Any] = {}
     if isinstance(loss, functools.partial):
@@ -274,12 +278,25 @@ class LossModule(nn.Module):
             divisor: As the attribute.
             scale: As the attribute.
         """
-        # setting attributes by nn.Module takes microseconds
-        self.__dict__.update(divisor=divisor, scale=scale, doubtful_total=0.0, runs_passes=True)
+        self.start_passes(divisor, scale)
         try:
             yield
         finally:
-            self.__dict__.update(divisor=None, scale=1.0, runs_passes=False)
+            self.end_passes()
+
+    def start_passes(self, divisor: float | None, scale: float = 1.0) -> None:
+        """Use a divisor from here on, and sum the doubtful weights from 0 again.
+
+        Args:
+            divisor: As the attribute.
+            scale: As the attribute.
+        """
+        # setting attributes by nn.Module takes microseconds
+        self.__dict__.update(divisor=divisor, scale=scale, doubtful_total=0.0, runs_passes=True)
+
+    def end_passes(self) -> None:
+        """End what `start_passes` began."""
+        self.__dict__.update(divisor=None, scale=1.0, runs_passes=False)
 
     @property
     def uses_graph_divisor(self) -> bool:

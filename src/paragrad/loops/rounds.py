@@ -255,11 +255,7 @@ class RoundTraining(TrainingLoop):
                 round_number,
                 client_batch.positions,
                 client_batch.indices,
-                [
-                    MicroBatch(
-                        list(client_batch.positions), list(range(len(client_batch.positions)))
-                    )
-                ],
+                [MicroBatch(client_batch.positions, range(len(client_batch.positions)))],
                 client_batch.epoch,
             )
             for client_batch in self.rounds.iterate_client_batches(turn, round_number)

@@ -3,11 +3,37 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import resource
-from collections.abc import Iterator
 from typing import Any
 
 from paragrad.record.record import DETAILED_STEPS, Recorder, encode_json
+
+NO_SPAN = contextlib.nullcontext()
+
+
+class Span:
+    """Records the time of a block as a span. A class, since a generator takes four times as long.
+
+    Args:
+        log: The log.
+        name: The name of the span.
+        lane: Its lane.
+    """
+
+    __slots__ = ("lane", "log", "name", "start")
+
+    def __init__(self, log: StepLog, name: str, lane: str) -> None:
+        self.log = log
+        self.name = name
+        self.lane = lane
+
+    def __enter__(self) -> None:
+        self.start = self.log.now()
+
+    def __exit__(self, *error: object) -> None:
+        # a span of a block that fails ends at the failure
+        self.log.add_span(self.name, self.lane, self.start)
 
 
 class StepLog:
@@ -84,21 +110,19 @@ class StepLog:
         Returns:
             A context manager.
         """
-        return self.record_span(name, lane) if self.is_detailed else contextlib.nullcontext()
+        return self.record_span(name, lane) if self.is_detailed else NO_SPAN
 
-    @contextlib.contextmanager
-    def record_span(self, name: str, lane: str) -> Iterator[None]:
+    def record_span(self, name: str, lane: str) -> contextlib.AbstractContextManager[None]:
         """Record the time of a block as a span.
 
         Args:
             name: The name of the span.
             lane: Its lane.
+
+        Returns:
+            A context manager.
         """
-        start = self.now()
-        try:
-            yield
-        finally:  # a span of a block that fails ends at the failure
-            self.add_span(name, lane, start)
+        return Span(self, name, lane) if self.recorder else NO_SPAN
 
     def add_span(
         self,
@@ -136,7 +160,7 @@ class StepLog:
         """
         if self.recorder:
             # compare texts, because a value may be changed in place
-            texts = {name: encode_json(value) for name, value in fields.items()}
+            texts = {name: _encode_field(value) for name, value in fields.items()}
             changed = "".join(
                 f',"{name}":{text}'
                 for name, text in texts.items()
@@ -222,3 +246,13 @@ class StepLog:
                 **fields,
                 resident=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             )
+
+
+def _encode_field(value: Any) -> str:
+    """Encode a value as JSON. Numbers and lists of numbers take a fifth of the usual time."""
+    kind = type(value)
+    if kind is int or (kind is float and math.isfinite(value)):
+        return repr(value)
+    if kind is list:
+        return f"[{','.join(map(_encode_field, value))}]"
+    return encode_json(value) if value or kind is not dict else "{}"

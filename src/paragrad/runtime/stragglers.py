@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from math import inf
+from typing import Any
 
 from paragrad.errors import NOTE_PREFIX, RankFailed, StepFailed, describe_error
 from paragrad.runtime.world import World
@@ -85,19 +86,20 @@ class StragglerMonitor:
         if world.size > 1 and meets_every_step:
             threading.Thread(target=self._poll_steps, name="paragrad-watch", daemon=True).start()
 
-    @contextmanager
-    def track_step(self, step: int) -> Iterator[None]:
+    def track_step(self, step: int) -> AbstractContextManager[Any]:
         """Watch a step, while the context is active.
 
         Args:
             step: The number of the step.
         """
         self.step = step
+        return self
+
+    def __enter__(self) -> None:
         self.started_at = time.monotonic()
-        try:
-            yield
-        finally:
-            self.started_at = 0.0
+
+    def __exit__(self, *error: object) -> None:
+        self.started_at = 0.0
 
     def close(self) -> None:
         """End the monitor."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from paragrad.schedules.actions import split_evenly
@@ -38,13 +39,13 @@ class MicroBatch:
     """A micro-batch of one rank.
 
     Attributes:
-        positions: The samples, in the order of the epoch.
+        positions: The samples, in the order of the epoch: a range, unless parts are joined.
         places: The samples, in the global batch. It is never empty: if `positions` is empty, one
             sample takes part with weight 0.
     """
 
-    positions: list[int]
-    places: list[int]
+    positions: Sequence[int]
+    places: Sequence[int]
 
 
 def apportion_samples(samples: int, weights: Sequence[int]) -> list[int]:
@@ -81,13 +82,22 @@ def split_micro_batches(batch: range, division: Division) -> list[list[range]]:
         `[micro][rank] -> range of positions`; parts may be empty. The parts of a micro-batch are
         contiguous, and so are the micro-batches. A batch of fewer samples has fewer micro-batches.
     """
-    micro_count = min(division.micro, len(batch)) or 1
+    return [
+        [batch[part.start : part.stop] for part in parts]
+        for parts in _split_places(len(batch), division)
+    ]
+
+
+@lru_cache(maxsize=64)  # nearly all batches of a training have one size
+def _split_places(samples: int, division: Division) -> list[list[range]]:
+    """Divide the places of a batch as `split_micro_batches` does."""
+    micro_count = min(division.micro, samples) or 1
     counts_so_far = [0] * len(division.shares)
     micro_batches = []
-    for micro_batch in split_evenly(len(batch), micro_count):
+    for micro_batch in split_evenly(samples, micro_count):
         counts = _apportion_micro_batch(micro_batch, division.shares, counts_so_far)
         ends = list(accumulate(counts, initial=micro_batch.start))
-        micro_batches.append([batch[start:stop] for start, stop in pairwise(ends)])
+        micro_batches.append([range(start, stop) for start, stop in pairwise(ends)])
         counts_so_far = [
             before + count for before, count in zip(counts_so_far, counts, strict=True)
         ]

@@ -51,13 +51,19 @@ class Batch:
         return sum(len(each.positions) for each in self.micro_batches)
 
     @property
-    def places(self) -> list[int]:
+    def places(self) -> Sequence[int]:
         """The places in the global batch of the samples to load, micro-batch after micro-batch."""
+        if len(self.micro_batches) == 1:
+            return self.micro_batches[0].places
         return list(chain.from_iterable(each.places for each in self.micro_batches))
 
     @property
     def recorded_ranges(self) -> list[list[int]]:
         """The ranges [first, stop] of this rank's positions, as few as possible, in their order."""
+        if len(self.micro_batches) == 1:
+            positions = self.micro_batches[0].positions
+            if isinstance(positions, range) and positions.step == 1:
+                return [[positions.start, positions.stop]] if positions else []
         ranges: list[list[int]] = []
         for position in sorted(chain.from_iterable(each.positions for each in self.micro_batches)):
             if ranges and ranges[-1][1] == position:
@@ -156,12 +162,20 @@ def _make_micro_batches(
 ) -> list[MicroBatch]:
     micro_batches = []
     for parts in split_micro_batches(global_range, division):
-        positions = list(chain.from_iterable(parts[replica] for replica in replicas))
-        positions = positions[::-1] if reverse else positions
-        micro_batches.append(
-            MicroBatch(positions, [position - global_range.start for position in positions] or [0])
-        )
+        positions: Sequence[int] = parts[replicas[0]]
+        if len(replicas) > 1:
+            positions = list(chain.from_iterable(parts[replica] for replica in replicas))
+        if reverse:
+            positions = positions[::-1]
+        micro_batches.append(MicroBatch(positions, _shift(positions, -global_range.start) or [0]))
     return micro_batches
+
+
+def _shift(positions: Sequence[int], offset: int) -> Sequence[int]:
+    """Add an offset to positions; a range stays a range."""
+    if isinstance(positions, range):
+        return range(positions.start + offset, positions.stop + offset, positions.step)
+    return [position + offset for position in positions]
 
 
 class BatchFeed:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -35,6 +33,7 @@ class PaceObserver(StepObserver):
         """
         state, passes = self.training.state, self.training.setup.passes
         assert passes is not None
+        passes.start_timing()
         equal_share = state.batch_size / len(state.division.shares) or 1.0
         return self.pace.pace_step(state.steps, batch.own_samples, equal_share, passes)
 
@@ -49,15 +48,13 @@ class NoiseObserver(StepObserver):
     def __init__(self, training: Training) -> None:
         self.training = training
 
-    @contextlib.contextmanager
-    def surround_passes(self, batch: Batch) -> Iterator[None]:
+    def surround_passes(self, batch: Batch) -> None:
         """Measure the first backward, if this step is measured.
 
         Args:
             batch: This rank's part of the global batch.
         """
         self.training.noise.begin_step(self.training.state.steps)
-        yield
 
     def observe_mean_gradients(self, loss: float, weight: float) -> None:
         """Measure the gradient of the whole batch.
@@ -83,11 +80,19 @@ class RecordObserver(StepObserver):
 
     Args:
         training: The training.
+
+    Attributes:
+        training: As the argument.
+
+        rate: The learning rate of the current update.
+
+        has_share: Whether this rank records samples: it is the first of those that have a share.
     """
 
     def __init__(self, training: Training) -> None:
         self.training = training
         self.rate = 0.0
+        self.has_share = training.world.is_first("samples")
 
     def observe_mean_gradients(self, loss: float, weight: float) -> None:
         """Keep the learning rate of the update; the scheduler changes it after the update.
@@ -107,7 +112,7 @@ class RecordObserver(StepObserver):
         """
         training, exchange = self.training, self.training.exchange
         # One of the ranks with a share records it.
-        is_recorded = training.world.is_first("samples") and not exchange.already_applied
+        is_recorded = self.has_share and not exchange.already_applied
         training.log.write_step(
             training.state.steps,
             training.feed.load_start,

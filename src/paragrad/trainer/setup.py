@@ -169,6 +169,11 @@ class Setup:
         return dict(self.model.named_parameters())
 
     @cached_property
+    def copied_parameters(self) -> Mapping[str, Tensor]:
+        """The parameters of a divided model of which other ranks hold copies, by name."""
+        return self.layout.select_copies(self.parameters, self.samples_world.size)
+
+    @cached_property
     def watched_parameters(self) -> Mapping[str, Tensor]:
         """The parameters that no backward pass may change, by name.
 
@@ -176,11 +181,7 @@ class Setup:
         """
         strategy = self.strategy
         is_split = strategy.division != Division() and strategy.guarantees.replicas_equal
-        return (
-            self.parameters
-            if is_split or strategy.servers
-            else self.layout.select_copies(self.parameters, self.samples_world.size)
-        )
+        return self.parameters if is_split or strategy.servers else self.copied_parameters
 
     @cached_property
     def trained_tensors(self) -> list[nn.Parameter]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -31,13 +30,13 @@ class StepResult:
 class StepObserver:
     """Base class of observers. A step calls these methods in this order."""
 
-    def surround_passes(self, batch: Batch) -> AbstractContextManager[Any]:
-        """Return the context around the passes of a step.
+    def surround_passes(self, batch: Batch) -> AbstractContextManager[Any] | None:
+        """Return the context around the passes of a step, or None.
 
         Args:
             batch: This rank's part of the global batch.
         """
-        return contextlib.nullcontext()
+        return None
 
     def observe_mean_gradients(self, loss: float, weight: float) -> None:
         """Look at the mean gradients before the update.

@@ -428,13 +428,16 @@ class Training:
         loss_scale = None if self.rehearsing else self.state.loss_scale
         scale = 1.0 if loss_scale is None else loss_scale.value
         self.used_autocast = False
-        with ExitStack() as stack:
-            stack.enter_context(setup.module.divide_by(divisor, scale))
-            for context in self._list_contexts(batch, observers):
-                stack.enter_context(context)
-            sums = run_passes(
-                passes, batch.iterate_micro_batches(inputs, target), len(batch.micro_batches)
-            )
+        setup.module.start_passes(divisor, scale)
+        try:
+            with ExitStack() as stack:
+                for context in self._list_contexts(batch, observers):
+                    stack.enter_context(context)
+                sums = run_passes(
+                    passes, batch.iterate_micro_batches(inputs, target), len(batch.micro_batches)
+                )
+        finally:
+            setup.module.end_passes()
         if self.options.autocast is not None and not self.rehearsing and not self.used_autocast:
             raise StepFailed(
                 f"the passes of {setup.strategy} leave autocast out; make every forward "
@@ -531,13 +534,13 @@ class Training:
             contexts.append(setup.passes.count_activations(setup.model))
         if setup.layout.is_partitioned or exchange.sharing_ranks > 1:
             contexts.append(
-                refuse_moved_parameters(
-                    exchange, setup.parameters, setup.layout, setup.samples_world.size
-                )
+                refuse_moved_parameters(exchange, setup.parameters, setup.copied_parameters)
             )
         if setup.layout.is_partitioned and self.is_exact_split and self.state.is_check_due:
             contexts.append(check_seen_draws(setup.draws))
-        contexts += [each.surround_passes(batch) for each in observers]
+        for each in observers:
+            if (context := each.surround_passes(batch)) is not None:
+                contexts.append(context)
         if setup.pass_contexts:
             contexts.append(enter_pass_contexts(setup.pass_contexts, exchange.count_bytes))
         return contexts
@@ -564,10 +567,11 @@ class Training:
             totals = Totals(*numbers)
             stop_requests = max(Totals(*each[2:]).stop_requests for each in rank_numbers)
             totals = totals._replace(stop_requests=stop_requests)
+            sums = sums._replace(loss=loss, weight=weight)
         else:
-            loss, weight, totals = sums.loss, sums.weight, check_totals(self.exchange)
-        self.exchange.keep_weight_share(weight / (totals.weight or 1.0))
-        return sums._replace(loss=loss, weight=weight), totals
+            totals = check_totals(self.exchange)
+        self.exchange.keep_weight_share(sums.weight / (totals.weight or 1.0))
+        return sums, totals
 
     def _finish_step(self, batch: Batch, sums: LossSums) -> None:
         setup = self.setup

@@ -19,9 +19,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from functools import cached_property
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -188,7 +190,7 @@ class KeyedDraws(DrawSource):
         draws: Draws,
         seed: int,
         step: int,
-        positions: list[int],
+        positions: Sequence[int],
         strict: bool = True,
         first_call: int = 0,
         call_numbers: CallNumbers | None = None,
@@ -197,11 +199,16 @@ class KeyedDraws(DrawSource):
         self.draws = draws
         self.seed = seed
         self.step = step
-        self.positions = tuple(positions) or (0,)
+        self._given_positions = positions
         self.strict = strict
         self.has_all_samples = has_all_samples
         self.first_call = first_call
         self.call_numbers: CallNumbers = {} if call_numbers is None else call_numbers
+
+    @cached_property
+    def positions(self) -> tuple[int, ...]:
+        """Places of the samples in the global batch; made at the first draw."""
+        return tuple(self._given_positions) or (0,)
 
     def skip_call(self) -> None:
         """Count a call that another rank makes."""
@@ -316,24 +323,39 @@ class KeyedDraws(DrawSource):
         return (0, shape[0] // samples) if shape and shape[0] % samples == 0 else (None, 1)
 
 
-@contextlib.contextmanager
-def use_draw_source(source: DrawSourceType) -> Iterator[DrawSourceType]:
+class DrawSourceUse(Generic[DrawSourceType]):
+    """Uses a source of numbers while this context is active. Every step enters one.
+
+    Args:
+        source: The source.
+    """
+
+    __slots__ = ("depth", "source")
+
+    def __init__(self, source: DrawSourceType) -> None:
+        self.source = source
+
+    def __enter__(self) -> DrawSourceType:
+        self.depth = len(DRAW_SOURCES)
+        DRAW_SOURCES.append(self.source)
+        return self.source
+
+    def __exit__(self, *error: object) -> None:
+        del DRAW_SOURCES[self.depth :]
+
+
+def use_draw_source(source: DrawSourceType) -> AbstractContextManager[DrawSourceType]:
     """Use a source of numbers for the random kernels, around forward and backward passes.
 
     Args:
         source: The source.
 
-    Yields:
-        The source.
+    Returns:
+        A context manager that gives the source.
     """
     get_torch_random()
     replace_kernels()
-    depth = len(DRAW_SOURCES)
-    DRAW_SOURCES.append(source)
-    try:
-        yield source
-    finally:
-        del DRAW_SOURCES[depth:]
+    return DrawSourceUse(source)
 
 
 class ConstantDraws(DrawSource):
@@ -393,22 +415,21 @@ def skip_random_calls(call: Callable[[], object]) -> None:
             DRAW_SOURCES[-1].skip_call()
 
 
-@contextlib.contextmanager
 def key_draws(
     draws: Draws,
     seed: int,
     step: int,
-    positions: list[int],
+    positions: Sequence[int],
     always: bool = False,
     strict: bool = True,
     first_call: int = 0,
     call_numbers: CallNumbers | None = None,
     has_all_samples: bool = False,
-) -> Iterator[None]:
+) -> AbstractContextManager[Any]:
     """Key the draws in the forward and backward passes of some samples (`KeyedDraws`).
 
     Draws from other generators are common to all samples. They start from the same state in every
-    forward pass of a step, on every rank.
+    forward pass of a step, on every rank. The call seeds them, so the context is entered at once.
 
     Args:
         draws: The known random calls. If there are none, nothing is keyed.
@@ -430,12 +451,11 @@ def key_draws(
 
         has_all_samples: As in `KeyedDraws`.
     """
-    if not draws and not always:
-        yield
-        return
+    if not always and not draws:
+        return contextlib.nullcontext()
     if draws.other_generators:
         seed_generators(f"forward {seed} {step}")
-    with use_draw_source(
+    return use_draw_source(
         KeyedDraws(
             draws,
             seed,
@@ -446,13 +466,12 @@ def key_draws(
             call_numbers,
             has_all_samples,
         )
-    ):
-        yield
+    )
 
 
 @contextlib.contextmanager
 def key_test_draws(
-    draws: Draws, seed: int, places: list[int], first_call: int = 0
+    draws: Draws, seed: int, places: Sequence[int], first_call: int = 0
 ) -> Iterator[None]:
     """Key the draws in the forward pass of a test by the places of the samples in the dataset.
 

@@ -292,7 +292,7 @@ class PipelineStep:
         self.stage_forward = passes.stage_module.stage_forward
         self.axis = passes.axis
         with self.host.use_autocast(), self.host.batch_norm.use_probe_mode():
-            self.plans = [self.stage_forward.find_plan(inputs) for _, inputs, _ in filled]
+            self.plans = self.stage_forward.find_plans([inputs for _, inputs, _ in filled])
         self.meter = passes.activation_meter
         if self.meter is not None:
             self.meter.exclude_tensors(list_batch_tensors([each[1:] for each in filled]))

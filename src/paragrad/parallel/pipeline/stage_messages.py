@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,6 +20,64 @@ from paragrad.runtime.world import World
 from paragrad.schedules.actions import Slot
 
 ALIGNMENT_BYTES = 16  # each tensor of a message begins at a multiple of so many bytes
+
+
+@dataclass(frozen=True)
+class MessageLayout:
+    """Where the tensors of a message are in its bytes.
+
+    Attributes:
+        crossing: The tensors.
+
+        starts: The first element of each, in elements of its type.
+
+        flags_start: The byte at which the flags of gradients begin.
+
+        size: The bytes of the message.
+    """
+
+    crossing: list[Crossing]
+    starts: list[int]
+    flags_start: int
+    size: int
+
+    @classmethod
+    def build(cls, crossing: list[Crossing], has_flags: bool) -> MessageLayout:
+        """Lay out a message.
+
+        Args:
+            crossing: The tensors.
+            has_flags: Whether a flag for each tensor follows.
+        """
+        starts = []
+        end = 0
+        for each in crossing:
+            starts.append(end // each.dtype.itemsize)
+            end += _align_size(math.prod(each.shape) * each.dtype.itemsize)
+        return cls(crossing, starts, end, end + (_align_size(len(crossing)) if has_flags else 0))
+
+    def view_tensors(self, message: Tensor) -> list[Tensor]:
+        """View the tensors of a message.
+
+        Args:
+            message: The bytes.
+        """
+        return [
+            message.view(each.dtype).as_strided(each.shape, each.strides, start)
+            for each, start in zip(self.crossing, self.starts, strict=True)
+        ]
+
+    def view_flags(self, message: Tensor) -> Tensor:
+        """View the flags that say which gradients exist.
+
+        Args:
+            message: The bytes.
+        """
+        return message[self.flags_start : self.flags_start + len(self.crossing)]
+
+
+def _align_size(size: int) -> int:
+    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 class StageMessages(Mapping[Slot, Tensor]):
@@ -43,23 +102,23 @@ class StageMessages(Mapping[Slot, Tensor]):
         self.buffers: dict[Slot, Tensor] = {}
         self.buffer_holds: dict[Slot, TrackedTensor] = {}
 
-    def list_crossing(self, slot: Slot) -> list[Crossing]:
-        """List the tensors of a message."""
+    def get_layout(self, slot: Slot) -> MessageLayout:
+        """Return the layout of a message."""
         stage, micro = map(int, str(slot)[1:].split("."))
-        return [
-            each
-            for each in self.plans[micro].crossing[stage - 1]
-            if each.has_gradient or not is_gradient_slot(slot)
-        ]
+        plan = self.plans[micro]
+        key = stage, is_gradient_slot(slot)
+        layout: MessageLayout | None = plan.layouts.get(key)
+        if layout is None:
+            crossing = plan.crossing[stage - 1]
+            if key[1]:
+                crossing = [each for each in crossing if each.has_gradient]
+            layout = plan.layouts[key] = MessageLayout.build(crossing, has_flags=key[1])
+        return layout
 
     def __getitem__(self, slot: Slot) -> Tensor:
         if slot not in self.buffers:
-            crossing = self.list_crossing(slot)
-            size = sum(map(_count_message_bytes, crossing)) + (
-                _align_size(len(crossing)) if is_gradient_slot(slot) else 0
-            )
             self.buffers[slot] = torch.empty(
-                size, dtype=torch.uint8, device=self.axis.transport_device
+                self.get_layout(slot).size, dtype=torch.uint8, device=self.axis.transport_device
             )
             if self.meter is not None:
                 self.buffer_holds[slot] = self.meter.track_tensor(self.buffers[slot])
@@ -72,46 +131,36 @@ class StageMessages(Mapping[Slot, Tensor]):
             slot: Name of the message.
             tensors: The tensors; None for a gradient that does not exist.
         """
-        for view, tensor in zip(self._iterate_views(slot), tensors, strict=True):
+        message = self[slot]
+        layout = self.get_layout(slot)
+        for view, tensor in zip(layout.view_tensors(message), tensors, strict=True):
             if tensor is not None:
                 view.copy_(tensor.detach())
         if is_gradient_slot(slot):
-            self._view_presence(slot).copy_(
-                torch.tensor([tensor is not None for tensor in tensors])
-            )
+            flags = layout.view_flags(message)
+            flags.fill_(1)
+            for number, tensor in enumerate(tensors):
+                if tensor is None:
+                    flags[number] = 0
 
     def read_message(self, slot: Slot) -> list[Tensor]:
         """Return the tensors of a message, on the rank's device."""
-        return [each.to(self.axis.device) for each in self._iterate_views(slot)]
+        return [
+            each.to(self.axis.device) for each in self.get_layout(slot).view_tensors(self[slot])
+        ]
 
     def read_gradients(self, slot: Slot) -> list[Tensor | None]:
         """Return the gradients of a message; None for those that do not exist."""
+        flags = self.get_layout(slot).view_flags(self[slot]).tolist()
         return [
             tensor if exists else None
-            for tensor, exists in zip(
-                self.read_message(slot), self._view_presence(slot).tolist(), strict=True
-            )
+            for tensor, exists in zip(self.read_message(slot), flags, strict=True)
         ]
-
-    def _view_presence(self, slot: Slot) -> Tensor:
-        """View the flags at the end of a message: whether each gradient exists."""
-        count = len(self.list_crossing(slot))
-        return self[slot][self[slot].numel() - _align_size(count) :][:count]
 
     def forget_message(self, slot: Slot) -> None:
         """Forget a message."""
         self.buffers.pop(slot, None)
         self.buffer_holds.pop(slot, None)
-
-    def _iterate_views(self, slot: Slot) -> Iterator[Tensor]:
-        message = self[slot]
-        start = 0
-        for each in self.list_crossing(slot):
-            size = math.prod(each.shape) * each.dtype.itemsize
-            yield (
-                message[start : start + size].view(each.dtype).as_strided(each.shape, each.strides)
-            )
-            start += _count_message_bytes(each)
 
     def __iter__(self) -> Iterator[Slot]:
         return iter(self.buffers)
@@ -126,12 +175,3 @@ def is_gradient_slot(slot: Slot) -> bool:
     Its slot is then g{stage}.{micro}; for activations it is x{stage}.{micro}.
     """
     return str(slot)[0] == "g"
-
-
-def _count_message_bytes(crossing: Crossing) -> int:
-    """Return the bytes of a tensor in a message."""
-    return _align_size(math.prod(crossing.shape) * crossing.dtype.itemsize)
-
-
-def _align_size(size: int) -> int:
-    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

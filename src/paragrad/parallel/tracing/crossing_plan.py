@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -105,6 +105,8 @@ class CrossingPlan:
 
         sequential_stages: The modules of each stage, if stages call modules in turn and need no
             tracing.
+
+        layouts: A cache that `pipeline.stage_messages` fills: the layout of each message.
     """
 
     crossing: list[list[Crossing]]
@@ -113,3 +115,4 @@ class CrossingPlan:
     writes_in_place: bool
     changes_inputs: bool = False
     sequential_stages: StageModules | None = None
+    layouts: dict[tuple[int, bool], Any] = field(default_factory=dict, compare=False, repr=False)

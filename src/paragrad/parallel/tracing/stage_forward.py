@@ -165,6 +165,26 @@ class StageForward(ValuelessModel):
             del self.plans[next(iter(self.plans))]  # the least recently used
         return match
 
+    def find_plans(self, batches: Sequence[Any]) -> list[CrossingPlan]:
+        """Return the plan for each of the micro-batches of a step.
+
+        Micro-batches that are tensors of one shape share a plan, unless the model reads values.
+        """
+        plans: list[CrossingPlan] = []
+        previous: Any = None
+        for inputs in batches:
+            if (
+                type(inputs) is Tensor
+                and type(previous) is Tensor
+                and (inputs.shape, inputs.dtype) == (previous.shape, previous.dtype)
+                and not plans[-1].guards.steps
+            ):
+                plans.append(plans[-1])
+            else:
+                plans.append(self.find_plan(inputs))
+            previous = inputs
+        return plans
+
     def _make_plan(self, inputs: Any) -> CrossingPlan:
         inputs = clone_batch(inputs)
         versions = [(each, each._version) for each in find_tensors(inputs)]

@@ -12,7 +12,7 @@ import copy
 import functools
 import itertools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -399,7 +399,7 @@ def _load_divided_parts(
     return divided
 
 
-def fetch_places(training: Training, batch: Batch, places: list[int]) -> tuple[Any, Any]:
+def fetch_places(training: Training, batch: Batch, places: Sequence[int]) -> tuple[Any, Any]:
     """Load the samples at some places of a global batch.
 
     Args:
@@ -505,7 +505,7 @@ def _join_given_batches(
             if micro.positions
         ]
         if places:
-            part = BatchExcerpt(inputs, target, batch.places)
+            part = BatchExcerpt(inputs, target, list(batch.places))
             try:
                 parts.append(part.select_places(places))
             # The loop dropped samples; the rest is taken unchanged.
