@@ -271,10 +271,13 @@ def format_location(rank: int | None, step: int | None, tensor: str | None) -> s
 
 
 def iterate_causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, its cause, the cause of that, and so on; each once.
+    """Iterate over an error, its cause, the cause of that, and so on.
 
     Args:
         error: The error. User code may have raised it from itself (`raise error from error`).
+
+    Yields:
+        Each error once.
     """
     seen: set[int] = set()
     current: BaseException | None = error
@@ -361,15 +364,17 @@ def format_user_traceback(error: BaseException) -> str:
     Returns:
         The text; empty if paragrad itself raised the error, or if no user code was running.
     """
-    *_, error = itertools.takewhile(
-        lambda each: each is error or each.__traceback__ is not None, iterate_causes(error)
-    )
-    formatted = traceback.TracebackException.from_exception(error)
+    first = error
+    for each in iterate_causes(error):
+        if each is not error and each.__traceback__ is None:
+            break
+        first = each
+    formatted = traceback.TracebackException.from_exception(first)
     user_frames = itertools.dropwhile(
         lambda frame: frame.filename.startswith(LIBRARY_PREFIXES), formatted.stack
     )
     shown_frames = [frame for frame in user_frames if not frame.filename.startswith(OWN_PREFIX)]
-    if isinstance(error, StepFailed | Refused | RankFailed) or not shown_frames:
+    if isinstance(first, StepFailed | Refused | RankFailed) or not shown_frames:
         return ""
     formatted.stack = traceback.StackSummary.from_list(shown_frames)
     return "".join(formatted.format(chain=False))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paragrad.errors import StepFailed
-from paragrad.jobs.loss import LossModule
+from paragrad.jobs.loss import LossModule, count_target_weight
 from paragrad.jobs.loss_divisor import find_loss_divisor
 
 pytestmark = pytest.mark.pure
@@ -206,3 +206,15 @@ def test_unreadable_weight_is_reported() -> None:
         module(X, Y, 6)
     module.has_traced_divisor = False
     assert module(X, Y, 6)[1] == 6
+
+
+def test_weight_of_ignored_targets_is_counted_for_every_kind_of_index() -> None:
+    """numpy counts the targets of a small batch; it cannot compare them with a tensor."""
+    target = torch.tensor([0, 3, 0, 5, 2])
+    for index in (0, torch.tensor(0), True):
+        expected = float((target != index).sum())
+        assert count_target_weight(nn.CrossEntropyLoss(ignore_index=index), target) == expected
+    weights = torch.arange(6.0)
+    assert count_target_weight(nn.NLLLoss(weights, ignore_index=5), target) == 5.0
+    assert count_target_weight(nn.CrossEntropyLoss(), target.view(5, 1)) == 5.0
+    assert count_target_weight(nn.CrossEntropyLoss(), torch.rand(5, 6)) is None

@@ -14,8 +14,15 @@ import pytest
 from paragrad.datasets.sample_order import SampleOrder
 from paragrad.errors import Refused
 from paragrad.record import cpu_load
-from paragrad.record.record import RECORD_SCHEMA, Record, Recorder, create_run_folder, read_lines
-from paragrad.record.step_log import StepLog
+from paragrad.record.record import (
+    RECORD_SCHEMA,
+    Record,
+    Recorder,
+    create_run_folder,
+    encode_json,
+    read_lines,
+)
+from paragrad.record.step_log import StepLog, encode_field
 from paragrad.record.step_times import list_joint_seconds
 
 pytestmark = pytest.mark.pure
@@ -359,3 +366,19 @@ def test_asynchronous_step_ends_with_its_last_share() -> None:
         ((0, 0.0, 0), (1, 0.0, 0), (2, 1.0, 0), (3, 9.0, 1))
     ]
     assert list_joint_seconds(apart, None) == [2.0 / 3, 1.0]
+
+
+def test_fields_of_a_step_are_encoded_as_json_encodes_them() -> None:
+    for value in (0, -3, 1.5, -0.0, 1e-300, 1e22, [], [[0, 64], [3, 4]], [0.1, 2.0], {}):
+        assert encode_field(value) == encode_json(value)
+    for value in (True, None, float("nan"), float("inf"), "text", (1, 2), {"a": {"bytes": 3}}):
+        assert encode_field(value) == encode_json(value)
+    assert encode_field([float("nan"), None]) == encode_json([float("nan"), None])
+
+
+def test_span_of_a_failing_block_ends_at_the_failure(tmp_path: Path) -> None:
+    with Recorder(tmp_path / "rank-0.jsonl") as recorder:
+        log = StepLog(recorder)
+        with pytest.raises(KeyError), log.record_span("F0", "compute"):
+            raise KeyError
+        assert [(name, lane) for name, lane, *_ in log.spans] == [("F0", "compute")]

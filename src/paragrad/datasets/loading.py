@@ -159,7 +159,7 @@ class Samples:
 
 def _select_indices(indices: list[int], places: Sequence[int]) -> list[int]:
     """Return the indices at some places; of a range, by slicing."""
-    if isinstance(places, range) and places.step == 1:
+    if isinstance(places, range) and places.step == 1 and places.stop <= len(indices):
         return indices[places.start : places.stop]
     return [indices[place] for place in places]
 

@@ -157,10 +157,10 @@ class Passes(ABC):
 
         is_timed: Whether forward passes are timed.
 
-        forward_seconds: Wall-clock seconds in whole forward passes, without waits for other ranks,
-            in total.
+        forward_seconds: Wall-clock seconds in whole forward passes since `start_timing`, without
+            waits for other ranks, in total.
 
-        forward_cpu_seconds: CPU seconds in whole forward passes, in total.
+        forward_cpu_seconds: CPU seconds in whole forward passes since `start_timing`, in total.
 
         batches_in_flight: How many batches `compute_outputs` accepts at once.
     """
@@ -398,7 +398,7 @@ class SequentialPasses(Passes):
         started = time.perf_counter()
         yield
         if self.host.world.device.type == "cuda":
-            torch.cuda.synchronize(self.host.world.device)
+            torch.cuda.current_stream(self.host.world.device).synchronize()
         waited = batch_norm.waited_seconds - waited_before
         self.forward_seconds += time.perf_counter() - started - waited
         self.forward_cpu_seconds += time.thread_time() - cpu_started

@@ -69,8 +69,13 @@ def count_target_weight(loss: Loss, target: Any) -> float | None:
     if options is None or not isinstance(target, Tensor) or target.is_floating_point():
         return None
     ignore_index, class_weight = options
-    if class_weight is None and type(target) is Tensor and target.device.type == "cpu":
-        # for a small batch, numpy takes a quarter of the time
+    # for a small batch, numpy takes a quarter of the time; it cannot compare with a tensor
+    if (
+        class_weight is None
+        and type(ignore_index) is int
+        and type(target) is Tensor
+        and target.device.type == "cpu"
+    ):
         return float(numpy.count_nonzero(target.numpy() != ignore_index))
     counted_targets = target != ignore_index
     return float(

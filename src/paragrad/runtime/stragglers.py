@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from math import inf
-from typing import Any
 
 from paragrad.errors import NOTE_PREFIX, RankFailed, StepFailed, describe_error
 from paragrad.runtime.world import World
@@ -86,11 +85,14 @@ class StragglerMonitor:
         if world.size > 1 and meets_every_step:
             threading.Thread(target=self._poll_steps, name="paragrad-watch", daemon=True).start()
 
-    def track_step(self, step: int) -> AbstractContextManager[Any]:
+    def track_step(self, step: int) -> AbstractContextManager[None]:
         """Watch a step, while the context is active.
 
         Args:
             step: The number of the step.
+
+        Returns:
+            The context: the monitor itself, since every step enters it.
         """
         self.step = step
         return self

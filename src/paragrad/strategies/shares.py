@@ -39,7 +39,8 @@ class MicroBatch:
     """A micro-batch of one rank.
 
     Attributes:
-        positions: The samples, in the order of the epoch: a range, unless parts are joined.
+        positions: The samples, in the order of the epoch. Usually a range; compare and join
+            `list(positions)`.
         places: The samples, in the global batch. It is never empty: if `positions` is empty, one
             sample takes part with weight 0.
     """
@@ -84,24 +85,26 @@ def split_micro_batches(batch: range, division: Division) -> list[list[range]]:
     """
     return [
         [batch[part.start : part.stop] for part in parts]
-        for parts in _split_places(len(batch), division)
+        for parts in _split_places(len(batch), tuple(division.shares), division.micro)
     ]
 
 
 @lru_cache(maxsize=64)  # nearly all batches of a training have one size
-def _split_places(samples: int, division: Division) -> list[list[range]]:
+def _split_places(
+    samples: int, shares: tuple[int, ...], micro: int
+) -> tuple[tuple[range, ...], ...]:
     """Divide the places of a batch as `split_micro_batches` does."""
-    micro_count = min(division.micro, samples) or 1
-    counts_so_far = [0] * len(division.shares)
+    micro_count = min(micro, samples) or 1
+    counts_so_far = [0] * len(shares)
     micro_batches = []
     for micro_batch in split_evenly(samples, micro_count):
-        counts = _apportion_micro_batch(micro_batch, division.shares, counts_so_far)
-        ends = list(accumulate(counts, initial=micro_batch.start))
-        micro_batches.append([range(start, stop) for start, stop in pairwise(ends)])
+        counts = _apportion_micro_batch(micro_batch, shares, counts_so_far)
+        ends = accumulate(counts, initial=micro_batch.start)
+        micro_batches.append(tuple(range(start, stop) for start, stop in pairwise(ends)))
         counts_so_far = [
             before + count for before, count in zip(counts_so_far, counts, strict=True)
         ]
-    return micro_batches
+    return tuple(micro_batches)
 
 
 def _apportion_micro_batch(

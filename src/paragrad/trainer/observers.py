@@ -86,13 +86,13 @@ class RecordObserver(StepObserver):
 
         rate: The learning rate of the current update.
 
-        has_share: Whether this rank records samples: it is the first of those that have a share.
+        records_samples: Whether this rank is the first of those that have the same samples.
     """
 
     def __init__(self, training: Training) -> None:
         self.training = training
         self.rate = 0.0
-        self.has_share = training.world.is_first("samples")
+        self.records_samples = training.world.is_first("samples")
 
     def observe_mean_gradients(self, loss: float, weight: float) -> None:
         """Keep the learning rate of the update; the scheduler changes it after the update.
@@ -112,7 +112,7 @@ class RecordObserver(StepObserver):
         """
         training, exchange = self.training, self.training.exchange
         # One of the ranks with a share records it.
-        is_recorded = self.has_share and not exchange.already_applied
+        is_recorded = self.records_samples and not exchange.already_applied
         training.log.write_step(
             training.state.steps,
             training.feed.load_start,

@@ -33,6 +33,8 @@ class StepObserver:
     def surround_passes(self, batch: Batch) -> AbstractContextManager[Any] | None:
         """Return the context around the passes of a step, or None.
 
+        The step calls this before it enters the context of any observer.
+
         Args:
             batch: This rank's part of the global batch.
         """

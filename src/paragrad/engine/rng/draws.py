@@ -328,14 +328,18 @@ class DrawSourceUse(Generic[DrawSourceType]):
 
     Args:
         source: The source.
+        seed_text: The text that seeds the other generators at the entry; empty: they go on.
     """
 
-    __slots__ = ("depth", "source")
+    __slots__ = ("depth", "seed_text", "source")
 
-    def __init__(self, source: DrawSourceType) -> None:
+    def __init__(self, source: DrawSourceType, seed_text: str = "") -> None:
         self.source = source
+        self.seed_text = seed_text
 
     def __enter__(self) -> DrawSourceType:
+        if self.seed_text:
+            seed_generators(self.seed_text)
         self.depth = len(DRAW_SOURCES)
         DRAW_SOURCES.append(self.source)
         return self.source
@@ -344,18 +348,21 @@ class DrawSourceUse(Generic[DrawSourceType]):
         del DRAW_SOURCES[self.depth :]
 
 
-def use_draw_source(source: DrawSourceType) -> AbstractContextManager[DrawSourceType]:
+def use_draw_source(
+    source: DrawSourceType, seed_text: str = ""
+) -> AbstractContextManager[DrawSourceType]:
     """Use a source of numbers for the random kernels, around forward and backward passes.
 
     Args:
         source: The source.
+        seed_text: As in `DrawSourceUse`.
 
     Returns:
         A context manager that gives the source.
     """
     get_torch_random()
     replace_kernels()
-    return DrawSourceUse(source)
+    return DrawSourceUse(source, seed_text)
 
 
 class ConstantDraws(DrawSource):
@@ -429,7 +436,7 @@ def key_draws(
     """Key the draws in the forward and backward passes of some samples (`KeyedDraws`).
 
     Draws from other generators are common to all samples. They start from the same state in every
-    forward pass of a step, on every rank. The call seeds them, so the context is entered at once.
+    forward pass of a step, on every rank.
 
     Args:
         draws: The known random calls. If there are none, nothing is keyed.
@@ -453,8 +460,6 @@ def key_draws(
     """
     if not always and not draws:
         return contextlib.nullcontext()
-    if draws.other_generators:
-        seed_generators(f"forward {seed} {step}")
     return use_draw_source(
         KeyedDraws(
             draws,
@@ -465,7 +470,8 @@ def key_draws(
             first_call,
             call_numbers,
             has_all_samples,
-        )
+        ),
+        f"forward {seed} {step}" if draws.other_generators else "",
     )
 
 

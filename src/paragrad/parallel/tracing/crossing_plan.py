@@ -115,4 +115,6 @@ class CrossingPlan:
     writes_in_place: bool
     changes_inputs: bool = False
     sequential_stages: StageModules | None = None
-    layouts: dict[tuple[int, bool], Any] = field(default_factory=dict, compare=False, repr=False)
+    layouts: dict[tuple[int, bool], Any] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
