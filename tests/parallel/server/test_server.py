@@ -969,13 +969,21 @@ def test_changes_of_8_bit_counters_are_averaged() -> None:
 
 
 def draw_and_compute_loss(output: Tensor, target: Tensor) -> Tensor:
-    """A loss that writes the next random number of numpy to a file, once in each process."""
+    """A loss that writes the next random number of numpy to a file, once in each process.
+
+    It then waits for the other worker's file. Otherwise one worker may compute all shares of so
+    short a training before the other one asks for a share.
+    """
+    folder = Path(os.environ["PARAGRAD_TEST_DRAWN"])
     if torch.is_grad_enabled() and os.getpid() != int(os.environ["PARAGRAD_TEST_LAUNCHER"]):
         with (
             contextlib.suppress(FileExistsError),
-            Path(os.environ["PARAGRAD_TEST_DRAWN"], str(os.getpid())).open("x") as file,
+            (folder / str(os.getpid())).open("x") as file,
         ):
             file.write(str(numpy.random.random()))
+        deadline = time.monotonic() + 30
+        while len(list(folder.iterdir())) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
     return functional.cross_entropy(output, target)
 
 
