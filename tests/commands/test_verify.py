@@ -260,6 +260,7 @@ def test_train_and_verify_print_progress_to_stderr(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.story
 def test_comparison_names_a_baseline_other_than_serial(tmp_path: Path) -> None:
     """The table names the baseline of a row if it is not serial.
 

@@ -241,6 +241,7 @@ def test_buffers_changed_by_forwards_survive(
     assert run.sent_per_step["beside"]["bytes"] < 8 * 256 * 256
 
 
+@pytest.mark.story
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("optimizer", "changes", "at"),

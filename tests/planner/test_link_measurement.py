@@ -267,6 +267,7 @@ def test_clock_predicts_the_choice_by_message_size() -> None:
     assert TwoLevel(across=Halving(1), group=2) in list_candidates(64, 2)
 
 
+@pytest.mark.story
 def test_record_has_the_choice_and_its_reason(tmp_path: Path) -> None:
     machine = tmp_path / "machine.json"
     Machine(

@@ -210,6 +210,7 @@ def test_recompute_reads_the_original_input(pool: Launcher) -> None:
     )
 
 
+@pytest.mark.story
 def test_layer_called_twice_with_several_replicas(pool: Launcher) -> None:
     """Under zero_bubble, a bucket waits for all gradients of a layer that is called twice.
 

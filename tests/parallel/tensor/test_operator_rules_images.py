@@ -365,7 +365,7 @@ def measure_all_cases(world: World, columns: int) -> dict[str, tuple[float, bool
 @pytest.mark.parametrize(
     ("size", "columns"),
     [
-        (3, 1),
+        pytest.param(3, 1, marks=pytest.mark.story),
         *(
             pytest.param(*each, marks=pytest.mark.table)
             for each in ((2, 1), (4, 2), (2, 2), (4, 1))
