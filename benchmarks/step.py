@@ -12,6 +12,7 @@ with torch alone; and the time of a whole command beside that of a plain script.
 | speed over FSDP2 on shm, every size: data(2, state=fully_sharded) | at least 0.95 |
 | speed over torch's 1F1B on shm, tiny: pipeline(2) | at least 1.0 |
 | speed over DTensor on shm, every size: tensor(2) | at least 1.05 |
+| memory above idle ranks, data(4) / DDP: by `data_parallel.py` | at most 0.55 |
 | paragrad train digits, to the shell / a plain script | at most 1.3 |
 
 The model is an MLP in float32 with SGD; for `pipeline` it is eight equal linear layers in eight
@@ -44,6 +45,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import Bench, differences, measure_in_turn, ratios
+from data_parallel import measure_memory
 from torch import Tensor, nn
 from trainings import Loop, make_loop_measure, make_training_measure, serve_loops, shuffle_batches
 from workers import Workers, serve
@@ -186,6 +188,8 @@ def main() -> None:
         for workers in peers.values():
             workers.close()
     report_steps(bench, times)
+    if not bench.quick:
+        measure_memory(bench)
     measure_commands(bench)
     bench.finish()
 

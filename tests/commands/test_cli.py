@@ -422,6 +422,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
         "twice": 0,
         "missed": 0,
         "in_rounds": False,
+        "from_sampler": False,
     }
     assert {path.name for path in next(tmp_path.iterdir()).iterdir()} == {
         "run.jsonl",

@@ -19,7 +19,7 @@ import pytest
 import torch
 from equality_table import JOBS, VECTORS, make_mlp
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, WeightedRandomSampler
 
 import paragrad as pg
 from paragrad.commands.train import train_on_ranks
@@ -284,6 +284,13 @@ def test_data_loader_as_dataset_is_refused() -> None:
         pytest.raises(pg.Refused, match=f"the dataset {wanted}"),
     ):
         next(trainer.batches(loader, batch=12, epoch=0))
+
+
+def test_refused_data_loader_is_told_where_its_sampler_goes() -> None:
+    """Whoever followed the repair lost the weights of the sampler without a word."""
+    sampler = WeightedRandomSampler([1.0] * len(VECTORS), 20)
+    with pytest.raises(pg.Refused, match="batch=7, its sampler as sampler=, and its collate_fn"):
+        inspect_job(JOBS["mlp"].replace(train=DataLoader(VECTORS, batch_size=7, sampler=sampler)))
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,10 @@ def test_serial_takes_the_samples_of_the_sampler(name: str, tmp_path: Path) -> N
     assert run.losses == pytest.approx(train_plainly(name, made), rel=1e-12)
     drawn = len(draw_sampler(SAMPLERS[name], 0, 0))
     assert Record(run.folder).header["job"]["samples"] == drawn
-    assert str(run.sample_count).startswith(f"{drawn} of {drawn} samples seen in each of 3 epoch")
+    assert str(run.sample_count) == (
+        f"{drawn} of the {drawn} samples that the sampler drew for each of 3 epoch(s), "
+        "0 used twice, 0 missed"
+    )
 
 
 @pytest.mark.sample(2)
@@ -146,7 +149,7 @@ def test_strategies_train_as_serial_does(name: str, strategy: str, tmp_path: Pat
     half = pg.train(made, strategy, runs=tmp_path, limit=5, save=5)
     rest = pg.train(made, "serial", runs=tmp_path, resume=half.folder)
     assert half.losses + rest.losses == pytest.approx(serial.losses, rel=1e-9)
-    assert "0 twice, 0 missed" in str(rest.sample_count)
+    assert "0 used twice, 0 missed" in str(rest.sample_count)
 
 
 def test_repeated_sample_has_transforms_of_its_own() -> None:

@@ -484,6 +484,7 @@ def _write_run_header(record: Recorder, validated_run: ValidatedRun, folder: Pat
             "lower_is_better": job.wants_lower_tests,
             "unit": "%" if job.metric is accuracy else "",
             "samples": inspection.samples,
+            "sampler": job.sampler is not None,
             "parameters": inspection.trained_elements,
             "dtype": str(job.dtype).removeprefix("torch."),
         },

@@ -16,7 +16,13 @@ import numpy
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils.data import DataLoader, TensorDataset, default_collate
+from torch.utils.data import (
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
+)
 
 from paragrad.datasets.sampler import RepeatedIndex
 from paragrad.datasets.stream import Stream, hide_loader_process, is_stream
@@ -239,10 +245,13 @@ def refuse_loader(dataset: Any, what: str) -> None:
         Refused: It is a DataLoader or a stream.
     """
     if isinstance(dataset, DataLoader):
+        has_sampler = not is_stream(dataset.dataset) and not isinstance(
+            dataset.sampler, SequentialSampler | RandomSampler
+        )
         raise Refused(
             f"{what} is a DataLoader, which makes batches of its own; give the dataset itself, the "
-            f"global batch size as batch={dataset.batch_size or '...'}, and its collate_fn as "
-            "collate="
+            f"global batch size as batch={dataset.batch_size or '...'}, "
+            f"{'its sampler as sampler=, ' if has_sampler else ''}and its collate_fn as collate="
         )
     if is_stream(dataset):
         raise Refused(

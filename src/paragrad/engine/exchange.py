@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -549,6 +549,17 @@ class Exchange(ABC):
             for key, values in self.optimizer.state.items()
             if isinstance(key, Tensor)
         }
+
+    def iterate_optimizer_state(self) -> Iterator[tuple[list[str], OptimizerState]]:
+        """Yield the result of `gather_optimizer_state`, some parameters at a time. Collective.
+
+        An exchange that copies the state to rank 0 copies no more of it at once than it must.
+
+        Yields:
+            (names, state): the names of some parameters, the same on each rank, and their state.
+        """
+        names = [name for name, _ in self.loss_module.model.named_parameters()]
+        yield names, self.gather_optimizer_state()
 
     def count_bytes(self, kind: str, number: int, *, computed: bool) -> None:
         """Add bytes that this rank sends in this step.

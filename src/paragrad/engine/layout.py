@@ -551,13 +551,7 @@ class Layout:
             bits = (
                 b""
                 if tensor is None
-                else tensor.detach()
-                .reshape(-1)
-                .contiguous()
-                .view(torch.uint8)
-                .cpu()
-                .numpy()
-                .tobytes()
+                else tensor.detach().reshape(-1).contiguous().view(torch.uint8).cpu().numpy()
             )
             local_digests[
                 spec.name if spec else name, str((spec.where, spec.dim)) if spec else ""

@@ -583,4 +583,5 @@ class Record:
             (line["epoch"] for line in self.select_lines("epoch")),
             by_epoch,
             self.header["job"]["samples"],
+            self.header["job"].get("sampler", False),
         )

@@ -18,7 +18,7 @@ class SampleCount:
     Attributes:
         epochs: The number of finished epochs.
 
-        samples: The number of samples of the dataset.
+        samples: The number of samples of the dataset, or that a sampler drew for an epoch.
 
         seen: The number of different samples, in the epoch that used fewest.
 
@@ -27,6 +27,9 @@ class SampleCount:
         missed: How many were not used in an epoch, over all epochs.
 
         in_rounds: Whether clients train in rounds.
+
+        from_sampler: Whether a sampler drew the samples. It may draw one several times; each drawn
+            sample then counts for itself.
     """
 
     epochs: int
@@ -35,6 +38,7 @@ class SampleCount:
     twice: int
     missed: int
     in_rounds: bool = False
+    from_sampler: bool = False
 
     def __str__(self) -> str:
         if not self.epochs:
@@ -43,6 +47,11 @@ class SampleCount:
             return (
                 f"{self.seen} of the {self.samples} samples that clients had to train on in "
                 f"{self.epochs} round(s), {self.twice} twice, {self.missed} missed"
+            )
+        if self.from_sampler:
+            return (
+                f"{self.seen} of the {self.samples} samples that the sampler drew for each of "
+                f"{self.epochs} epoch(s), {self.twice} used twice, {self.missed} missed"
             )
         return (
             f"{self.seen} of {self.samples} samples seen in each of {self.epochs} epoch(s), "
@@ -81,7 +90,10 @@ def count_covered_positions(parts: Iterable[list[int]]) -> tuple[int, int]:
 
 
 def count_epoch_samples(
-    ended: Iterable[int], used: Mapping[int, list[dict[str, Any]]], samples: int
+    ended: Iterable[int],
+    used: Mapping[int, list[dict[str, Any]]],
+    samples: int,
+    from_sampler: bool = False,
 ) -> SampleCount:
     """Count how often each sample of the finished epochs was used.
 
@@ -90,7 +102,8 @@ def count_epoch_samples(
     Args:
         ended: The numbers of the finished epochs.
         used: The step lines of each epoch.
-        samples: The number of samples of the dataset.
+        samples: The number of samples of the dataset, or that the sampler draws.
+        from_sampler: Whether a sampler draws them.
 
     Returns:
         The counts.
@@ -110,4 +123,5 @@ def count_epoch_samples(
         min((once for once, _ in counts), default=0),
         sum(more for _, more in counts),
         sum(samples - once for once, _ in counts),
+        from_sampler=from_sampler,
     )

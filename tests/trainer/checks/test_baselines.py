@@ -1,4 +1,4 @@
-"""Which differences of a later step count as rounding; the check makes up to three baselines."""
+"""Which differences of a step count as rounding; the check makes up to three baselines."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ def find_difference(ours: float, baselines: dict[int, float]) -> tuple[bool, lis
         made.append(number)
         return make_outcome(baselines.get(number, 0.0))
 
-    check = StepCheck(
-        World(), make_outcome(0.0), None, make_variant, None, None, 0.0, False, first_rank_only=True
-    )
+    check = StepCheck(World(), make_outcome(0.0), make_variant, None, None, 0.0, False)
     mismatches = check.find_mismatches(make_outcome(ours), torch.float32)
     assert [each.kind for each in mismatches] in ([], ["gradient"])
     return bool(mismatches), made

@@ -23,7 +23,7 @@ every rank, is done once, in parallel. Between hosts, ZeRO does it in this way (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -52,6 +52,7 @@ from paragrad.strategies.strategy import PER_ELEMENT, WHOLE_MODEL
 
 LARGE_GRADIENT_BYTES = 2**16  # bytes from which a gradient moves during backward
 BLOCK_BYTES = 2**18  # bytes that are added at once
+STATE_PART_BYTES = 2**24  # bytes of parameters whose optimizer state is gathered at once
 
 
 class SharedMemoryExchange(Exchange):
@@ -382,15 +383,38 @@ class SharedMemoryExchange(Exchange):
         """Return the optimizer state of all ranks on rank 0, and an empty state on the others.
         Collective.
         """
-        own_states = [
-            (self._make_shard_spec(element_range), self.optimizer.state.get(place, {}))
-            for element_range, place, _ in self.own_slice
-        ]
-        return assemble_optimizer_state(
-            each for parts in self.world.gather_objects(own_states) for each in parts
-        )
+        gathered: OptimizerState = {}
+        for _, state in self.iterate_optimizer_state():
+            gathered.update(state)
+        return gathered
+
+    def iterate_optimizer_state(self) -> Iterator[tuple[list[str], OptimizerState]]:
+        for indices in _group_by_bytes(self.trained_parameters):
+            own_states = [
+                (self._make_shard_spec(element_range), self.optimizer.state.get(place, {}))
+                for element_range, place, _ in self.own_slice
+                if element_range.index in indices
+            ]
+            yield (
+                [self.trained_names[index] for index in indices],
+                assemble_optimizer_state(
+                    each for parts in self.world.gather_objects(own_states) for each in parts
+                ),
+            )
 
     def close(self) -> None:
         for hook in self.hooks:
             hook.remove()
         self.host_memory.forget_peers()
+
+
+def _group_by_bytes(parameters: Sequence[Tensor]) -> list[range]:
+    """Group successive parameters, by index; a group of several has at most STATE_PART_BYTES."""
+    groups = list[range]()
+    start, size = 0, 0
+    for index, each in enumerate(parameters):
+        if index > start and size + each.nbytes > STATE_PART_BYTES:
+            groups.append(range(start, index))
+            start, size = index, 0
+        size += each.nbytes
+    return [*groups, range(start, len(parameters))]

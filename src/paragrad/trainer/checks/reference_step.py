@@ -1,8 +1,6 @@
 """The reference step: the step of one worker, made next to the strategy's own.
 
-In the first step rank 0 runs the whole global batch, rank 1 its rounding baseline, and all ranks
-compare. If no other rank holds the whole model, and in all later steps, rank 0 compares alone, and
-makes the baseline itself, if it needs one.
+Rank 0 runs the whole global batch, and its rounding baseline if it needs one.
 """
 
 from __future__ import annotations
@@ -43,11 +41,10 @@ from paragrad.trainer.checks.step_check import (
     SampleOrdering,
     StepCheck,
     broadcast_numbers,
-    broadcast_outcome,
     run_reference_step,
 )
 from paragrad.trainer.checks.step_result import StepOutcome
-from paragrad.trainer.checks.whole_module import SMALL_BYTES, WholeModule
+from paragrad.trainer.checks.whole_module import SMALL_BYTES, WholeModule, count_model_bytes
 from paragrad.trainer.evaluation import choose_evaluation_batch, score_batches, share_output_sums
 from paragrad.trainer.training import Training
 
@@ -211,19 +208,6 @@ def _list_buffers(module: LossModule) -> dict[tuple[str, str], torch.Tensor]:
     }
 
 
-def compares_on_first_rank(training: Training) -> bool:
-    """Return whether rank 0 alone compares the tensors of this step with one worker's.
-
-    In the first step all ranks do, if each has the whole model. Later, replicas that differ show in
-    their digests.
-
-    Args:
-        training: The training.
-    """
-    is_first = not training.state.own_steps
-    return not is_first or has_model_shards(training.setup.strategy)
-
-
 def make_reference_step(
     training: Training,
     batch: Batch,
@@ -233,9 +217,7 @@ def make_reference_step(
     whole: WholeModule,
     loss_only: bool = False,
 ) -> tuple[StepCheck | None, str]:
-    """Make one worker's step on rank 0, and in the first step its rounding baseline on rank 1.
-
-    Collective.
+    """Make one worker's step on rank 0. Collective.
 
     Args:
         training: The training.
@@ -257,9 +239,7 @@ def make_reference_step(
     """
     world = training.world
     precision = find_coarsest_dtype(training.setup.empty_model)
-    first_rank_only = compares_on_first_rank(training)
     serial = None
-    baseline = None
     reference = None
     capacity, explanation = _estimate_sample_capacity(training, batch)
     reason = whole.obstacle or (explanation if capacity < len(batch.sample_indices) else None)
@@ -275,20 +255,10 @@ def make_reference_step(
             )
         )
     )
-    template = StepOutcome(
-        0.0,
-        0.0,
-        {}
-        if loss_only or first_rank_only
-        else {name: each.detach() for name, each in training.setup.parameters.items()},
-        {}
-        if loss_only or first_rank_only
-        else {name: each.detach() for name, each in training.setup.model.named_buffers()},
-    )
     # later the model may be in another mode, or its test may draw
     skips_test = loss_only or training.state.own_steps > 0
     test = functools.partial(_select_test_part, training, batch, given_batches, skips_test)
-    if not reason and whole.module is not None and world.rank < (1 if first_rank_only else 2):
+    if not reason and whole.module is not None and world.rank == 0:
         try:
             parts = (
                 functools.partial(_load_parts, training, batch)
@@ -306,26 +276,22 @@ def make_reference_step(
                 {name: buffer.clone() for name, buffer in _list_buffers(whole.module).items()},
                 [],
             )
-            outcome = reference.make_step(list if world.rank == 0 else SAMPLE_ORDERINGS[0])
+            serial = reference.make_step()
             if whole.is_everywhere:  # The strategy's own step changes it before a variant.
                 reference.saved_states.append(
-                    ModuleSnapshot(whole.module, outcome.changed_parameters)
+                    ModuleSnapshot(whole.module, serial.changed_parameters)
                 )
-            serial, baseline = (outcome, None) if world.rank == 0 else (None, outcome)
-            if first_rank_only and world.size > 1:
+            if world.size > 1:
                 return_freed_memory()
-        except Exception as error:  # If this is rank 1, there is no baseline.
+        except Exception as error:
+            serial = None
             reason = f"one worker's step ended with {type(error).__name__}: {error}"
     waits = stragglers.explain_timeout(
         "rank 0 makes the whole step of one worker, to compare this step with it",
         ", or --skip-first-step-check",
     )
     with waits if reference is None else contextlib.nullcontext():
-        shared_outcome, reason = (
-            broadcast_numbers(world, serial, reason)
-            if first_rank_only
-            else broadcast_outcome(world, serial, template, reason=reason)
-        )
+        shared_outcome, reason = broadcast_numbers(world, serial, reason)
     if shared_outcome is None:
         return None, reason or "not one worker's step was made"
     test_part = test(list) if isinstance(shared_outcome.test_loss, float) else None
@@ -345,13 +311,11 @@ def make_reference_step(
     return StepCheck(
         world,
         shared_outcome,
-        baseline,
         reference.make_variant if reference else None,
         reference.make_precise_step if reference and not whole.is_hooked else None,
         reference.make_divided_step if reference and is_divided else None,
         eps,
         precision == torch.float64,
-        first_rank_only,
         loss_only,
         test_part=test_part if isinstance(test_part, BatchExcerpt) else None,
     ), ""
@@ -542,25 +506,20 @@ def _estimate_sample_capacity(training: Training, batch: Batch) -> tuple[int, st
     samples = len(batch.sample_indices)
     setup = training.setup
     is_partitioned = has_model_shards(setup.strategy) or bool(setup.explain_no_whole_model())
-    first_rank_only = compares_on_first_rank(training)
-    if training.world.rank > (0 if first_rank_only else 1):
+    if training.world.rank:
         return samples, ""
-    # Every rank shards a copy, and gathers what is compared.
-    is_sharded = setup.strategy.shards_parameters
+    # In the first step every rank shards a copy.
+    shards_copies = setup.strategy.shards_parameters and not training.state.own_steps
     per_sample = max(1, setup.probe.activation_bytes if setup.probe else 0)
     # If the model is partitioned, there are six: a copy to restore, the gradients of the step,
-    # of the baseline and of all parts together, the parts, and the gradients of these. In later
-    # steps rank 0 has the first three and a copy for the baseline.
-    model = (6 if is_partitioned else 4 if is_sharded or first_rank_only else 2) * sum(
-        parameter.numel() * parameter.element_size() for parameter in setup.empty_model.parameters()
-    )
+    # of the baseline and of all parts together, the parts, and the gradients of these. Otherwise
+    # rank 0 has the first three and a copy for the baseline.
+    model = (6 if is_partitioned else 4) * count_model_bytes(training)
     needed = model + samples * per_sample
     bytes_left = None if needed <= SMALL_BYTES else read_available_memory()
     if bytes_left is None:
         return samples, ""
-    bytes_left //= (
-        1 if first_rank_only else training.world.size if is_sharded else min(2, training.world.size)
-    )
+    bytes_left //= training.world.size if shards_copies else 1
     return (
         max(0, min(samples, (bytes_left - model) // per_sample)),
         f"{samples} samples need about {needed >> 20} MiB on one rank, and "

@@ -1,22 +1,22 @@
 """The step check: compare a step with one worker's before anything is updated.
 
-Rank 0 runs the whole global batch as one worker would, on the model itself. The *rounding baseline*
-is the same step with the samples in reverse order. In the first step rank 1 runs it at the same
-time; this happens before the exchange is set up or the model is partitioned. Later, and if the
-model is partitioned, rank 0 runs it, and only if a difference is not small enough without it. All
-state is restored afterwards.
+Rank 0 runs the whole global batch as one worker would, on the model itself. In the first step this
+happens before the exchange is set up or the model is partitioned. The *rounding baseline* is the
+same step with the samples in reverse order. Rank 0 runs it on a copy, and only if a difference is
+not small enough without it. All state is restored afterwards.
 
 The strategy then makes its own step. Between its gradients and its update, the loss, the weight,
-the gradients and the buffers are compared with the reference. In the first step every rank
-compares, and later rank 0. If the model is partitioned, the loss of some samples in a test (eval
-mode) is compared too in the first step. Modules may take other paths there than in training.
+the gradients and the buffers are compared with the reference. Rank 0 alone holds its tensors, and
+compares. In the first step the other ranks compare too, if their gradients are not rank 0's bit for
+bit: they get the reference then. If the model is partitioned, the loss of some samples in a test
+(eval mode) is compared too in the first step. Modules may take other paths there than in training.
 
 Rounding is measured, not assumed. Let d be the difference from serial and t that of the baseline,
 over the tensors of a module:
 
-    equal       d is at most 8 eps of their largest value, or at most 1.5 t. In later steps up to
-                three baselines are made, and t is the largest of their differences. There it is
-                also equal if it is equal to two baselines: the reference is then the exception
+    equal       d is at most 8 eps of their largest value, or at most 1.5 t. Up to three baselines
+                are made, and t is the largest of their differences. It is also equal if it is
+                equal to two baselines: the reference is then the exception
     doubtful    any other d; the step is then compared with a reference of higher precision
     differs     the strategy's error against that reference is more than 4 times the larger of
                 serial's and the baseline's
@@ -41,11 +41,10 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
-from torch import Tensor
 
-from paragrad.datasets.loading import choose_dtype
 from paragrad.engine.loss_additivity import BatchExcerpt
 from paragrad.engine.probe import use_model_eval_mode
 from paragrad.engine.rng.draws import Draws, key_draws
@@ -64,6 +63,7 @@ from paragrad.trainer.checks.step_result import (
 from paragrad.trainer.evaluation import make_whole_model_outputs, score_batches
 
 SampleOrdering = Callable[[list[int]], list[int]]
+Outcome = TypeVar("Outcome", StepOutcome, StepOutcome | None)
 # Orderings of the samples of a group: the baseline's, and others if there is no precise reference.
 SAMPLE_ORDERINGS: tuple[SampleOrdering, ...] = (
     lambda group: group[::-1],
@@ -72,7 +72,7 @@ SAMPLE_ORDERINGS: tuple[SampleOrdering, ...] = (
 )
 
 
-# kinds that are compared on rank 0 alone, if it alone has the tensors
+# kinds of which every rank has tensors of its own
 TENSOR_KINDS = ("gradient", "buffer")
 # A kind that is equal to that of so many baselines is one worker's: a rectifier flipped in the
 # reference alone. One is not enough, because the strategy may order samples as that baseline does.
@@ -266,9 +266,8 @@ class StepCheck:
     Attributes:
         world: The ranks that compare.
 
-        serial_outcome: The outcome of one worker's step.
-
-        baseline_outcome: The outcome of the rounding baseline, or None.
+        serial_outcome: The outcome of one worker's step; on other ranks than the first without
+            gradients and buffers.
 
         make_variant: On rank 0, repeats one worker's step: unchanged (-1), in another ordering of
             the samples, or with moved parameters.
@@ -282,9 +281,6 @@ class StepCheck:
 
         is_float64: Whether the model is in float64.
 
-        first_rank_only: Whether rank 0 alone has the tensors of both outcomes; the other ranks then
-            have the numbers only. There is no baseline outcome then: it is made where it is needed.
-
         loss_only: Whether only the loss is compared.
 
         rerun_in_float64: On every rank, the mismatches of the strategy's own step in float64, or
@@ -295,22 +291,31 @@ class StepCheck:
         test_loss: The loss of the test under the strategy.
 
         loss_eps: The eps of the loss's type.
+
+        baseline_outcome: The outcome of the rounding baseline on rank 0, once it was needed.
+
+        is_shared: Whether every rank has the tensors of the reference.
     """
 
     world: World
     serial_outcome: StepOutcome
-    baseline_outcome: StepOutcome | None
     make_variant: Callable[[int], StepOutcome] | None
     make_precise_outcome: Callable[[], StepOutcome] | None
     make_divided_outcome: Callable[[], StepOutcome] | None
     eps: float
     is_float64: bool
-    first_rank_only: bool = False
     loss_only: bool = False
     rerun_in_float64: Callable[[], list[Mismatch] | None] | None = None
     test_part: BatchExcerpt | None = None
     test_loss: float | str = ""
     loss_eps: float = 0.0
+    baseline_outcome: StepOutcome | None = None
+    is_shared: bool = False
+
+    def share_reference(self) -> None:
+        """Give every rank the tensors of one worker's step, so that all compare. Collective."""
+        self.is_shared = True
+        self.serial_outcome = _broadcast_tensors(self.world, self.serial_outcome)
 
     def find_mismatches(
         self, outcome: StepOutcome | None, loss_dtype: torch.dtype
@@ -329,16 +334,11 @@ class StepCheck:
             torch.finfo(loss_dtype).eps,
             0.0 if self.is_float64 else torch.finfo(torch.float32).eps,
         )
-        if self.first_rank_only:  # A rank without a loss does not know its type.
-            self.loss_eps = float(
-                self.world.all_reduce(torch.tensor(self.loss_eps, dtype=torch.float64), "MAX")
-            )
-        own_gaps = {} if outcome is None else self._compare_outcomes(outcome)
-        doubtful_keys = (
-            self._find_doubtful_on_first_rank(outcome, own_gaps)
-            if self.first_rank_only
-            else self._find_doubtful_on_all_ranks(own_gaps)
+        # A rank without a loss does not know its type.
+        self.loss_eps = float(
+            self.world.all_reduce(torch.tensor(self.loss_eps, dtype=torch.float64), "MAX")
         )
+        doubtful_keys = self._find_doubtful(outcome)
         return self._judge_doubtful(outcome, doubtful_keys) if doubtful_keys else []
 
     def test_division(self, mismatches: list[Mismatch]) -> DivisionTest | None:
@@ -363,57 +363,50 @@ class StepCheck:
         received: DivisionTest | None = self.world.broadcast_object(result)
         return received
 
-    def _find_doubtful_on_all_ranks(self, own_gaps: dict[GapKey, Gap]) -> list[GapKey]:
+    def _find_doubtful(self, outcome: StepOutcome | None) -> list[GapKey]:
         """Find the kinds whose difference on some rank is not explained. Collective.
 
-        Every rank compares all kinds.
+        Other ranks compare what they have of the reference: loss, weight and Python state.
+        Baselines are made only while some kind is not equal without them.
         """
-        baselines = (
-            [] if self.baseline_outcome is None else [self._compare_outcomes(self.baseline_outcome)]
+        rank_gaps = self.world.gather_objects(
+            {} if outcome is None else self._compare_outcomes(outcome)
         )
-        values = torch.tensor(
-            [
-                [gap.value, _get_rounding(baselines, key), gap.equality_tolerance]
-                for key, gap in own_gaps.items()
-            ],
-            dtype=torch.float64,
-        )
-        worst = self.world.all_reduce(values.nan_to_num(nan=math.inf), "MAX")
-        return [
-            key
-            for key, (value, baseline, tolerance) in zip(own_gaps, worst.tolist(), strict=True)
-            if value > max(tolerance, 1.5 * baseline)
-        ]
-
-    def _find_doubtful_on_first_rank(
-        self, outcome: StepOutcome | None, own_gaps: dict[GapKey, Gap]
-    ) -> list[GapKey]:
-        """Find the kinds whose difference on some rank is not explained. Collective.
-
-        Other ranks compare loss, weight and Python state. Baselines are made only while some kind
-        is not equal without them.
-        """
-        rank_gaps = self.world.gather_objects(own_gaps)
+        rounds = self._iterate_doubtful(outcome, rank_gaps) if self.world.rank == 0 else iter(())
         doubtful_keys: list[GapKey] = []
-        if self.world.rank == 0:
-            doubtful_keys = _list_unexplained(rank_gaps, [])
-            baselines = list[dict[GapKey, Gap]]()
-            agreements = Counter[GapKey]()
-            # Without a baseline everything stays doubtful, and is judged by other means.
-            with contextlib.suppress(Exception):
-                for number in range(len(SAMPLE_ORDERINGS)):
-                    if not doubtful_keys or self.make_variant is None or outcome is None:
-                        break
-                    baseline = self.make_variant(number)
-                    self.baseline_outcome = self.baseline_outcome or baseline
-                    baselines.append(self._compare_outcomes(baseline))
-                    agreements.update(_list_equal(self._compare_outcomes(outcome, baseline)))
-                    doubtful_keys = [
-                        key
-                        for key in _list_unexplained(rank_gaps, baselines)
-                        if key[0] not in TENSOR_KINDS or agreements[key] < ENOUGH_AGREEMENTS
-                    ]
-        return list(self.world.broadcast_object(doubtful_keys))
+        is_last = False
+        while not is_last:  # a message before each baseline: ranks wait for no more than one
+            doubtful_keys, is_last = self.world.broadcast_object(next(rounds, None))
+        return doubtful_keys
+
+    def _iterate_doubtful(
+        self, outcome: StepOutcome | None, rank_gaps: list[dict[GapKey, Gap]]
+    ) -> Iterator[tuple[list[GapKey], bool]]:
+        """Yield what no baseline explains so far, and whether it is the last list, on rank 0.
+
+        If a baseline cannot be made, the rest stays doubtful, and is judged by other means.
+        """
+        doubtful_keys = _list_unexplained(rank_gaps, [])
+        baselines = list[dict[GapKey, Gap]]()
+        agreements = Counter[GapKey]()
+        for number in range(len(SAMPLE_ORDERINGS)):
+            if not doubtful_keys or self.make_variant is None or outcome is None:
+                break
+            yield doubtful_keys, False
+            try:
+                baseline = self.make_variant(number)
+                self.baseline_outcome = self.baseline_outcome or baseline
+                baselines.append(self._compare_outcomes(baseline))
+                agreements.update(_list_equal(self._compare_outcomes(outcome, baseline)))
+            except Exception:
+                break
+            own_gaps = {
+                key: gap
+                for key, gap in rank_gaps[0].items()
+                if key[0] not in TENSOR_KINDS or agreements[key] < ENOUGH_AGREEMENTS
+            }
+            doubtful_keys = _list_unexplained([own_gaps, *rank_gaps[1:]], baselines)
+        yield doubtful_keys, True
 
     def _measure_baseline(self, number: int, reference: StepOutcome | None) -> dict[GapKey, Gap]:
         """Measure the differences of one more baseline, without kinds that are not trusted.
@@ -421,7 +414,7 @@ class StepCheck:
         Moved parameters mix no samples, so their differences are always trusted.
         """
         assert self.make_variant is not None
-        outcome = self.baseline_outcome if number == 0 and self.first_rank_only else None
+        outcome = self.baseline_outcome if number == 0 else None
         try:
             outcome = outcome or self.make_variant(number)
         except ValueError:  # The samples cannot be reordered.
@@ -484,11 +477,10 @@ class StepCheck:
                 self.serial_outcome.test_loss
             ):
                 precise = None
-        precise, _ = (
-            broadcast_numbers(self.world, precise)
-            if self.first_rank_only
-            else broadcast_outcome(self.world, precise, self.serial_outcome, torch.float64)
-        )
+        if self.is_shared:
+            precise = _broadcast_tensors(self.world, precise)
+        else:
+            precise, _ = broadcast_numbers(self.world, precise)
         rank_gaps = self.world.gather_objects(
             {} if outcome is None else self._compare_outcomes(outcome, precise)
         )
@@ -628,98 +620,11 @@ def _list_mismatches(
     return mismatches
 
 
-def broadcast_outcome(
-    world: World,
-    outcome: StepOutcome | None,
-    template: StepOutcome,
-    dtype: torch.dtype | None = None,
-    reason: str | None = None,
-) -> tuple[StepOutcome | None, str | None]:
-    """Send rank 0's outcome to every rank.
-
-    It takes one message, and a second one if a forward changes more than buffers.
-
-    Args:
-        world: The ranks.
-
-        outcome: The outcome; used on rank 0 only.
-
-        template: An outcome with the same names and shapes.
-
-        dtype: The type of the outcome's real tensors, or None for the template's.
-
-        reason: Why there is no outcome; used on rank 0 only.
-
-    Returns:
-        (outcome, reason): the outcome, or None and the reason.
-    """
-    if world.size == 1:
-        return outcome, reason
-    names = [*template.gradients, *template.buffers]
-    shapes = [*template.gradients.values(), *template.buffers.values()]
-    sent = outcome or StepOutcome(0.0, 0.0, {}, {})
-    tensors = [(sent.gradients | sent.buffers).get(name) for name in names]
-    header = torch.tensor(
-        [
-            outcome is not None,
-            bool(sent.changed_parameters or sent.changed_state),
-            sent.loss,
-            sent.weight,
-            *(each is not None for each in tensors),
-            *(name in sent.changed_buffers for name in names),
-        ],
-        dtype=torch.float64,
-    )
-    placeholders = [
-        torch.zeros(0)
-        if each is None
-        else torch.zeros(each.shape, dtype=choose_dtype(each, dtype), device=each.device)
-        for each in shapes
-    ]
-    flat = torch.cat(
-        [
-            _view_as_bytes(each, world.device)
-            for each in (
-                header,
-                *(
-                    place if each is None else each
-                    for place, each in zip(placeholders, tensors, strict=True)
-                ),
-            )
-        ]
-    )
-    world.copy_from_first(flat)
-    header, *received = (
-        part.clone().view(each.dtype).view(each.shape)
-        for part, each in zip(
-            flat.split([each.numel() * each.element_size() for each in (header, *placeholders)]),
-            (header, *placeholders),
-            strict=True,
-        )
-    )
-    has_outcome, has_changes, loss, weight, *flags = header.tolist()
-    if not has_outcome:
-        return None, world.broadcast_object(reason)
-    values = {
-        name: value for name, value, present in zip(names, received, flags, strict=False) if present
-    }
-    changed = frozenset(
-        name for name, moved in zip(names, flags[len(names) :], strict=True) if moved
-    )
-    moved, state = (
-        world.broadcast_object((sent.changed_parameters, sent.changed_state))
-        if has_changes
-        else ({}, {})
-    )
-    return StepOutcome(
-        loss,
-        weight,
-        {name: values.get(name) for name in template.gradients},
-        {name: values[name] for name in template.buffers if name in values},
-        changed,
-        moved,
-        state,
-    ), None
+def _broadcast_tensors(world: World, outcome: Outcome) -> Outcome:
+    """Send rank 0's outcome, or None, to every rank with its tensors."""
+    sent = outcome and outcome.move_to(torch.device("cpu"))
+    received: Outcome = world.broadcast_object(sent)
+    return received and received.move_to(world.device)
 
 
 def broadcast_numbers(
@@ -747,7 +652,3 @@ def broadcast_numbers(
     return (received[0] if outcome is None else outcome), (
         received[1] if received[0] is None else None
     )
-
-
-def _view_as_bytes(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor.detach().to(device).contiguous().view(-1).view(torch.uint8)

@@ -54,15 +54,20 @@ from paragrad.trainer.checks.reference_step import (
     shrink_batch,
 )
 from paragrad.trainer.checks.step_check import Mismatch, StepCheck
-from paragrad.trainer.checks.step_result import StepOutcome
+from paragrad.trainer.checks.step_result import Gap, StepOutcome
 from paragrad.trainer.checks.update_check import (
     UpdateCheck,
-    gather_trained,
+    iterate_trained,
     list_group_ids,
     list_group_names,
     make_reference_update,
 )
-from paragrad.trainer.checks.whole_module import WholeModule, assemble_whole_module
+from paragrad.trainer.checks.whole_module import (
+    SMALL_BYTES,
+    WholeModule,
+    assemble_whole_module,
+    count_model_bytes,
+)
 from paragrad.trainer.exchange_setup import set_up_exchange
 from paragrad.trainer.parameter_access import NONDETERMINISM_HINT, refuse_unequal_copies
 from paragrad.trainer.setup import TrainerOptions
@@ -119,7 +124,7 @@ class StepChecker:
         part_state: The Python state of the loss and of this rank's part of the model when it was
             partitioned, or None.
 
-        update_check: One worker's update, or why it cannot be compared, or None.
+        update_checks: One worker's update, or why it cannot be compared, or None.
 
         schedule: Plans the checks, and measures what they cost.
 
@@ -135,7 +140,7 @@ class StepChecker:
         self.group_names: list[list[str]] | None = None
         self.group_ids: list[list[int]] = []
         self.part_state: PythonState | None = None
-        self.update_check: UpdateCheck | str | None = None
+        self.update_checks: list[UpdateCheck] | str | None = None
         self.schedule = CheckSchedule(training.seed, training.options.check_share)
         self.finding = ""
 
@@ -469,10 +474,10 @@ class StepChecker:
             gradients = None
             if self.step_check is not None:
                 gradients = self._check_outcome(loss, weight, "this step")
-                if not self.training.state.own_steps:  # every rank had one worker's gradients
+                if not self.training.state.own_steps:
                     return_freed_memory()
             group_names = self._find_group_names()
-            self.update_check = make_reference_update(self.training, group_names, gradients)
+            self.update_checks = make_reference_update(self.training, group_names, gradients)
 
     def _find_group_names(self) -> list[list[str]] | None:
         """Return the names of the parameters in each group; None if they are not known any more."""
@@ -502,22 +507,24 @@ class StepChecker:
                 state.plan_check(2 * (state.own_steps + 1))
             return
         with self.schedule.measure_part():
-            check, self.update_check = self.update_check, None
-            if is_skipped:
-                check = "it was skipped"
-            if isinstance(check, UpdateCheck):
-                self._refuse_other_update(check)
+            checks, self.update_checks = self.update_checks, None
+            obstacle = "it was skipped" if is_skipped else checks if isinstance(checks, str) else ""
+            if isinstance(checks, list) and not is_skipped:
+                self._refuse_other_update(checks)
             buffers = training.setup.strategy.guarantees.buffers_equal
             self._refuse_unequal_replicas(
                 "after", dict(training.setup.model.named_buffers()) if buffers else {}
             )
+            del checks
+            if count_model_bytes(training) > SMALL_BYTES:
+                return_freed_memory()
         state.plan_check(self.schedule.plan_next(state.own_steps + 1, state.steps, training.world))
         if self.finding and training.world.rank == 0:
             equal, separator, note = self.finding.partition("; ")
             update = (
                 ", and so is its update"
-                if isinstance(check, UpdateCheck)
-                else f"; its update was not compared ({check})"
+                if not obstacle
+                else f"; its update was not compared ({obstacle})"
             )
             text = equal + update + separator + note
             training.log.write_event(
@@ -525,17 +532,17 @@ class StepChecker:
                 text,
                 step=state.steps,
                 seconds=self.schedule.last_seconds,
-                update=float(isinstance(check, UpdateCheck)),
+                update=float(not obstacle),
             )
         self.finding = ""
 
-    def _refuse_other_update(self, check: UpdateCheck) -> None:
+    def _refuse_other_update(self, checks: list[UpdateCheck]) -> None:
         training = self.training
-        parameters, state = gather_trained(training)
-        gap = None
-        if training.world.rank == 0:
+        found = list[tuple[float, Gap]]()
+        for check, (parameters, state) in zip(checks, iterate_trained(training), strict=True):
             with contextlib.suppress(Exception):  # what cannot be compared is not refused
-                gap = check.find_gap(parameters, state)
+                found += filter(None, [check.find_gap(parameters, state)])
+        gap = max(found, key=lambda pair: pair[0])[1] if found else None
         if (gap := training.world.broadcast_object(gap)) is not None:
             what = OTHER_UPDATE.format(gap.value, gap.largest)
             if math.isinf(gap.value):
@@ -628,9 +635,11 @@ class StepChecker:
             )
         if setup.shard_layout.is_partitioned:  # Only the parameters are sharded.
             _refuse_unequal_tensors(setup.shard_layout, gradients, setup.shard_layout.world)
-            gradients = setup.shard_layout.gather_serial_tensors(
-                gradients, on_all_ranks=not step_check.first_rank_only
-            )
+            gradients = setup.shard_layout.gather_serial_tensors(gradients, on_all_ranks=False)
+        elif not training.state.own_steps and setup.shard_layout.find_unequal_copies(
+            {**gradients, **buffers}, training.world
+        ):
+            step_check.share_reference()
         outcome = StepOutcome(
             loss, weight, gradients, buffers, frozenset(), changed_parameters, changed_state
         )

@@ -51,6 +51,21 @@ class StepOutcome:
     changed_state: dict[str, Any] = field(default_factory=dict)
     test_loss: float | str = ""
 
+    def move_to(self, device: torch.device) -> StepOutcome:
+        """Return the outcome with gradients and buffers on a device.
+
+        Args:
+            device: The device.
+        """
+        return replace(
+            self,
+            gradients={
+                name: None if each is None else each.detach().to(device)
+                for name, each in self.gradients.items()
+            },
+            buffers={name: each.to(device) for name, each in self.buffers.items()},
+        )
+
 
 @dataclass(frozen=True)
 class Gap:

@@ -170,7 +170,7 @@ def _copy_state_value(value: Any, parameter: Tensor) -> Any:
 
 @dataclass(frozen=True)
 class UpdateCheck:
-    """One worker's update, made on copies, to compare the strategy's with.
+    """One worker's update of some parameters, made on copies, to compare the strategy's with.
 
     Attributes:
         parameters: The parameters that one worker's update leaves.
@@ -184,7 +184,9 @@ class UpdateCheck:
     state: OptimizerState
     changes: dict[str, float]
 
-    def find_gap(self, parameters: Mapping[str, Tensor], state: OptimizerState) -> Gap | None:
+    def find_gap(
+        self, parameters: Mapping[str, Tensor], state: OptimizerState
+    ) -> tuple[float, Gap] | None:
         """Find the parameter or the entry of the state that differs most.
 
         Args:
@@ -192,7 +194,8 @@ class UpdateCheck:
             state: The state that it left.
 
         Returns:
-            The difference; None if all are equal.
+            (excess, gap): the difference, and how many times it is what may differ. None if all are
+            equal.
         """
         worst: tuple[float, Gap] | None = None
         ours = dict(_iterate_tensors(parameters, state))
@@ -200,7 +203,7 @@ class UpdateCheck:
             excess, value = _measure_excess(ours.get(name), expected, self.changes.get(name, 0.0))
             if excess > 1.0 and (worst is None or excess > worst[0]):
                 worst = excess, Gap(value, name, float(expected.abs().max()))
-        return worst and worst[1]
+        return worst
 
 
 def _iterate_tensors(
@@ -252,7 +255,7 @@ def make_reference_update(
     training: Training,
     group_names: list[list[str]] | None,
     gradients: Mapping[str, Tensor | None] | None,
-) -> UpdateCheck | str:
+) -> list[UpdateCheck] | str:
     """Make one worker's update on copies, on rank 0. Collective, between gradients and update.
 
     Args:
@@ -262,7 +265,8 @@ def make_reference_update(
             gather them.
 
     Returns:
-        The check; on other ranks an empty one. Or why the update cannot be compared.
+        The checks of all parameters; on other ranks empty ones. Or why the update cannot be
+        compared.
     """
     setup, optimizer = training.setup, training.state.optimizer
     reason = explain_no_copy(optimizer, group_names, bool(setup.strategy.servers))
@@ -279,15 +283,17 @@ def make_reference_update(
         gradients = setup.shard_layout.gather_serial_tensors(
             training.exchange.gather_mean_gradients(), on_all_ranks=False
         )
-    current, state = gather_trained(training)
-    outcome: UpdateCheck | str = UpdateCheck({}, {}, {})
-    if training.world.rank == 0:
-        try:
-            outcome = _run_reference_update(training, group_names, gradients, current, state)
-        except Exception as error:
-            outcome = f"a copy of {type(optimizer).__name__} raised {describe_error(error)}"
-    reason = training.world.broadcast_object(outcome if isinstance(outcome, str) else None)
-    return reason or outcome
+    checks = list[UpdateCheck]()
+    obstacle: str | None = None
+    for current, state in iterate_trained(training):
+        check = UpdateCheck({}, {}, {})
+        if training.world.rank == 0 and obstacle is None:
+            try:
+                check = _run_reference_update(training, group_names, gradients, current, state)
+            except Exception as error:
+                obstacle = f"a copy of {type(optimizer).__name__} raised {describe_error(error)}"
+        checks.append(check)
+    return training.world.broadcast_object(obstacle) or checks
 
 
 def _run_reference_update(
@@ -304,7 +310,8 @@ def _run_reference_update(
     for name, each in parameters.items():
         if (gradient := gradients.get(name)) is not None:
             each.grad = gradient.detach().clone() if copies_gradients else gradient.detach()
-    whole_optimizer = copy_whole_optimizer(optimizer, group_names, parameters, state)
+    names = [[name for name in group if name in parameters] for group in group_names]
+    whole_optimizer = copy_whole_optimizer(optimizer, names, parameters, state)
     if clip_norm is not None:
         nn.utils.clip_grad_norm_(parameters.values(), clip_norm)
     training.draw_alike("update", training.state.steps, whole_optimizer.step)
@@ -324,21 +331,37 @@ def _run_reference_update(
     return UpdateCheck(new_parameters, new_state, changes)
 
 
-def gather_trained(training: Training) -> tuple[dict[str, Tensor], OptimizerState]:
+def iterate_trained(training: Training) -> Iterator[tuple[dict[str, Tensor], OptimizerState]]:
     """Gather the parameters and the optimizer's state on rank 0. Collective.
 
+    They are gathered some parameters at a time, if one worker's optimizer can update these alone.
     Without parts these are the tensors themselves, which the next update changes.
 
     Args:
         training: The training.
 
-    Returns:
-        (parameters, state) of the whole model by name.
+    Yields:
+        (parameters, state) of the whole model by name; nothing on other ranks.
     """
-    (tensors,), state = training.setup.shard_layout.gather_serial_values(
-        [{name: each.detach() for name, each in training.setup.parameters.items()}],
-        training.exchange.gather_optimizer_state(),
+    layout = training.setup.shard_layout
+    is_first = training.world.rank == 0
+    parameters: dict[str, Tensor | None] = {
+        name: each.detach() for name, each in training.setup.parameters.items()
+    }
+    updates_alone = (
+        type(training.state.optimizer) in ELEMENTWISE_OPTIMIZERS
+        and training.options.clip_norm is None
     )
-    if training.world.rank:
-        return {}, {}
-    return {name: each for name, each in tensors.items() if each is not None}, state
+    for names, state in (
+        training.exchange.iterate_optimizer_state()
+        if updates_alone and not layout.is_partitioned
+        else [(list(parameters), training.exchange.gather_optimizer_state())]
+    ):
+        part = {name: parameters.pop(name) for name in names if name in parameters}
+        (tensors,), state = layout.gather_serial_values([part], state)
+        yield (
+            {name: each for name, each in tensors.items() if each is not None} if is_first else {},
+            state if is_first else {},
+        )
+    if parameters:  # no rank trains them
+        yield ({name: each for name, each in parameters.items() if each is not None}, {})

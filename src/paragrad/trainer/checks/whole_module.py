@@ -35,6 +35,17 @@ def _can_be_sent(value: Any) -> bool:
         return False
 
 
+def count_model_bytes(training: Training) -> int:
+    """Count the bytes of the whole model's parameters.
+
+    Args:
+        training: The training.
+    """
+    return sum(
+        each.numel() * each.element_size() for each in training.setup.empty_model.parameters()
+    )
+
+
 def explain_no_room(training: Training, copies: int) -> str:
     """Explain why rank 0 has no memory for copies of the whole model; empty text: it has.
 
@@ -44,9 +55,7 @@ def explain_no_room(training: Training, copies: int) -> str:
     """
     if training.world.rank or training.world.device.type != "cpu":
         return ""
-    needed = copies * sum(
-        each.numel() * each.element_size() for each in training.setup.empty_model.parameters()
-    )
+    needed = copies * count_model_bytes(training)
     available = None if needed <= SMALL_BYTES else read_available_memory()
     if available is None or needed <= available:
         return ""
