@@ -13,6 +13,7 @@ with torch alone; and the time of a whole command beside that of a plain script.
 | speed over torch's 1F1B on shm, tiny: pipeline(2) | at least 1.0 |
 | speed over DTensor on shm, every size: tensor(2) | at least 1.05 |
 | memory above idle ranks, data(4) / DDP: by `data_parallel.py` | at most 0.55 |
+| memory of everything, data(4) / DDP: likewise | at most 0.75 |
 | paragrad train digits, to the shell / a plain script | at most 1.3 |
 
 The model is an MLP in float32 with SGD; for `pipeline` it is eight equal linear layers in eight

@@ -19,7 +19,16 @@ import pytest
 import torch
 from equality_table import JOBS, VECTORS, make_mlp
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 import paragrad as pg
 from paragrad.commands.train import train_on_ranks
@@ -288,9 +297,23 @@ def test_data_loader_as_dataset_is_refused() -> None:
 
 def test_refused_data_loader_is_told_where_its_sampler_goes() -> None:
     """Whoever followed the repair lost the weights of the sampler without a word."""
-    sampler = WeightedRandomSampler([1.0] * len(VECTORS), 20)
-    with pytest.raises(pg.Refused, match="batch=7, its sampler as sampler=, and its collate_fn"):
-        inspect_job(JOBS["mlp"].replace(train=DataLoader(VECTORS, batch_size=7, sampler=sampler)))
+    weighted = WeightedRandomSampler([1.0] * len(VECTORS), 20)
+    repeated = RandomSampler(VECTORS, replacement=True)
+    for options in (
+        {"batch_size": 7, "sampler": weighted},
+        {"batch_size": 7, "sampler": repeated},
+        {"batch_sampler": BatchSampler(weighted, 7, drop_last=False)},
+    ):
+        loader: DataLoader[Any] = DataLoader(VECTORS, **options)
+        with pytest.raises(pg.Refused, match="its sampler as sampler=, and its collate_fn"):
+            inspect_job(JOBS["mlp"].replace(train=loader))
+
+
+def test_refused_data_loader_without_a_sampler_of_its_own() -> None:
+    for options in ({"shuffle": True}, {"sampler": DistributedSampler(VECTORS, 2, 0)}):
+        loader: DataLoader[Any] = DataLoader(VECTORS, batch_size=7, **options)
+        with pytest.raises(pg.Refused, match="batch=7, and its collate_fn as collate="):
+            inspect_job(JOBS["mlp"].replace(train=loader))
 
 
 @pytest.mark.parametrize(

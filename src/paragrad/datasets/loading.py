@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import (
     DataLoader,
+    DistributedSampler,
     RandomSampler,
     SequentialSampler,
     TensorDataset,
@@ -245,13 +246,11 @@ def refuse_loader(dataset: Any, what: str) -> None:
         Refused: It is a DataLoader or a stream.
     """
     if isinstance(dataset, DataLoader):
-        has_sampler = not is_stream(dataset.dataset) and not isinstance(
-            dataset.sampler, SequentialSampler | RandomSampler
-        )
         raise Refused(
             f"{what} is a DataLoader, which makes batches of its own; give the dataset itself, the "
             f"global batch size as batch={dataset.batch_size or '...'}, "
-            f"{'its sampler as sampler=, ' if has_sampler else ''}and its collate_fn as collate="
+            f"{'its sampler as sampler=, ' if _draws_samples(dataset) else ''}and its collate_fn "
+            "as collate="
         )
     if is_stream(dataset):
         raise Refused(
@@ -259,6 +258,16 @@ def refuse_loader(dataset: Any, what: str) -> None:
             "paragrad.Stream(..., length=N), with N samples in an epoch, or list(...) if they fit "
             "into memory"
         )
+
+
+def _draws_samples(loader: DataLoader[Any]) -> bool:
+    """Return whether a loader has a sampler that does not take each sample once."""
+    if is_stream(loader.dataset):
+        return False
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    if isinstance(sampler, RandomSampler):
+        return sampler.replacement or sampler.num_samples != len(sampler.data_source)
+    return not isinstance(sampler, SequentialSampler | DistributedSampler)
 
 
 def separate_target(batch: Any) -> tuple[Any, Any]:

@@ -5,7 +5,8 @@ Each process appends to its own file. Nothing is stored that can be computed fro
 | kind       | fields                                                                             |
 |------------|------------------------------------------------------------------------------------|
 | run        | schema, id, date, job {name, arguments, batch, epochs, metric, unit, samples,      |
-|            | parameters, dtype}, strategy, resolved, exact, hands_out, seed, workers, servers,  |
+|            | sampler, parameters, dtype}, strategy, resolved, exact, hands_out, seed, workers,  |
+|            | servers,                                                                           |
 |            | backend, device, threads, prediction, reverse, machine {cpu, cores, load, torch,   |
 |            | python, paragrad}, resumed {run, step} or null, settings (those that are not the   |
 |            | default), rounds {count, clients, taking, passes, steps} or null                   |

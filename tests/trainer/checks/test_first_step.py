@@ -7,26 +7,31 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from equality_table import (
     JOBS,
     NOT_EXACT,
     ROWS,
+    VECTORS,
     compute_untraced_loss,
     draw_integers,
     draw_numbers,
+    make_adam,
     make_job,
     make_mlp,
 )
 from first_step_assertions import DTYPES, SEEDS, assert_proved
 from planted_faults import WRONGS, FirstStepFault, Net, UpdateFault, make_planted_job
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 import paragrad as pg
+from paragrad.parallel.data import shared_memory
 from paragrad.record.record import Record
 from paragrad.trainer.checks.step_result import Gap, StepOutcome, compute_gaps, pool_gaps
 
@@ -57,7 +62,7 @@ SAMPLE = [
 SAMPLE += [
     (wrong, 1, STRATEGIES[2], torch.float32)
     for wrong in SHOWN
-    if wrong.__name__ in ("stale_gradient", "noise_by_rank")
+    if wrong.__name__ in ("stale_gradient", "noise_by_rank", "buffer_by_share")
 ]
 
 
@@ -282,3 +287,31 @@ def test_correct_jobs_pass_the_first_step_check(
     """The jobs are paragrad's own; tests/zoo/test_zoo_first_step.py has models of other authors."""
     for seed in SEEDS:
         assert_proved(JOBS[name], ROWS[row](2 + seed % 2), seed, dtype, tmp_path)
+
+
+# ---- the update, some parameters at a time ---------------------------------------------------
+def make_frozen_mlp(has_fault: bool) -> nn.Module:
+    """Return an MLP with a frozen layer; on ranks, its update is compared one parameter at a time.
+
+    With the fault, rank 1 does not update its part.
+    """
+    if dist.is_initialized():
+        mock.patch.object(shared_memory, "STATE_PART_BYTES", 1).start()
+        if has_fault and dist.get_rank() == 1:
+            mock.patch.object(shared_memory, "step_with_fast_kernels").start()
+    model = make_mlp()
+    next(iter(model.children())).requires_grad_(False)
+    return model
+
+
+def test_update_is_compared_a_parameter_at_a_time(tmp_path: Path) -> None:
+    made = make_job("parts", lambda: make_frozen_mlp(False), VECTORS, optimizer=make_adam)
+    run = pg.train(made, "data(2)", runs=tmp_path)
+    assert ", and so is its update" in run.select_lines("event")[0]["message"]
+
+
+def test_missing_update_of_one_rank_is_found_in_parts(tmp_path: Path) -> None:
+    made = make_job("parts", lambda: make_frozen_mlp(True), VECTORS, optimizer=make_adam)
+    with pytest.raises(pg.RankFailed, match="the update differs from that of one worker") as caught:
+        pg.train(made, "data(2)", runs=tmp_path)
+    assert caught.value.step == 0

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.processes
 def limit_memory(model: nn.Module, samples: int) -> nn.Module:
     """Return the model; in ranks, pretend that there is memory for only so many samples.
 
-    This is the memory beside two models, on each of ranks 0 and 1.
+    This is the memory of rank 0 beside the copies of the model.
     """
     if dist.is_initialized():
 

@@ -308,7 +308,7 @@ class SharedMemoryExchange(Exchange):
 
     def gather_mean_gradients(self) -> dict[str, Tensor | None]:
         self._wait_at_barrier("averaging gradients")
-        return self.gather_gradients()
+        return self._list_mean_gradients()
 
     def update(self) -> None:
         if self.clip_norm is not None:
@@ -367,12 +367,19 @@ class SharedMemoryExchange(Exchange):
     # ---- inspection and checkpoints ----------------------------------------------------------
     def gather_gradients(self) -> dict[str, Tensor | None]:
         """Return the mean gradients. They are valid until any rank begins the next step."""
+        return {
+            name: None if each is None else each.clone()
+            for name, each in self._list_mean_gradients().items()
+        }
+
+    def _list_mean_gradients(self) -> dict[str, Tensor | None]:
+        """Return the mean gradients in the memory that all ranks share."""
         gradients: dict[str, Tensor | None] = dict.fromkeys(
             name for name, _ in self.loss_module.model.named_parameters()
         )
         gradients.update(
             {
-                name: self.mean_gradients[index].clone()
+                name: self.mean_gradients[index]
                 for index, name in enumerate(self.trained_names)
                 if self.any_rank_used[index]
             }

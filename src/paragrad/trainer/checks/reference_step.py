@@ -40,7 +40,7 @@ from paragrad.trainer.checks.step_check import (
     SAMPLE_ORDERINGS,
     SampleOrdering,
     StepCheck,
-    broadcast_numbers,
+    broadcast_outcome,
     run_reference_step,
 )
 from paragrad.trainer.checks.step_result import StepOutcome
@@ -243,20 +243,16 @@ def make_reference_step(
     reference = None
     capacity, explanation = _estimate_sample_capacity(training, batch)
     reason = whole.obstacle or (explanation if capacity < len(batch.sample_indices) else None)
-    given_batches = (
-        None
-        if as_loaded
-        else world.broadcast_object(
-            world.gather_objects(
-                # rank 0's own would stay what the model may change in place
-                (batch, *clone_batch((inputs, target)))
-                if training.world.is_first("samples")
-                else None
-            )
-        )
-    )
     # later the model may be in another mode, or its test may draw
     skips_test = loss_only or training.state.own_steps > 0
+    given_batches = None
+    if not as_loaded:
+        given_batches = world.gather_objects(
+            # rank 0's own would stay what the model may change in place
+            (batch, *clone_batch((inputs, target))) if training.world.is_first("samples") else None
+        )
+        if not skips_test and _has_test_part(training):  # all ranks run the test
+            given_batches = world.broadcast_object(given_batches)
     test = functools.partial(_select_test_part, training, batch, given_batches, skips_test)
     if not reason and whole.module is not None and world.rank == 0:
         try:
@@ -291,7 +287,7 @@ def make_reference_step(
         ", or --skip-first-step-check",
     )
     with waits if reference is None else contextlib.nullcontext():
-        shared_outcome, reason = broadcast_numbers(world, serial, reason)
+        shared_outcome, reason = broadcast_outcome(world, serial, reason=reason)
     if shared_outcome is None:
         return None, reason or "not one worker's step was made"
     test_part = test(list) if isinstance(shared_outcome.test_loss, float) else None
@@ -317,6 +313,7 @@ def make_reference_step(
         eps,
         precision == torch.float64,
         loss_only,
+        is_first=not training.state.own_steps,
         test_part=test_part if isinstance(test_part, BatchExcerpt) else None,
     ), ""
 
@@ -383,6 +380,11 @@ def fetch_places(training: Training, batch: Batch, places: Sequence[int]) -> tup
     return separate_target(fetched)
 
 
+def _has_test_part(training: Training) -> bool:
+    """Return whether the loss of a test is compared: the model is partitioned, and has tests."""
+    return training.options.has_tests and has_model_shards(training.setup.strategy)
+
+
 def _select_test_part(
     training: Training,
     batch: Batch,
@@ -395,7 +397,7 @@ def _select_test_part(
     They are as many as a rank evaluates at once. Returns a text if there is no test: the reason, or
     an empty text.
     """
-    if loss_only or not (training.options.has_tests and has_model_shards(training.setup.strategy)):
+    if loss_only or not _has_test_part(training):
         return ""
     places = list(
         range(choose_evaluation_batch(len(batch.sample_indices), training.state.division, 0))
@@ -513,8 +515,8 @@ def _estimate_sample_capacity(training: Training, batch: Batch) -> tuple[int, st
     per_sample = max(1, setup.probe.activation_bytes if setup.probe else 0)
     # If the model is partitioned, there are six: a copy to restore, the gradients of the step,
     # of the baseline and of all parts together, the parts, and the gradients of these. Otherwise
-    # rank 0 has the first three and a copy for the baseline.
-    model = (6 if is_partitioned else 4) * count_model_bytes(training)
+    # rank 0 has the first three, a copy for the baselines, and the gradients of a second one.
+    model = (6 if is_partitioned else 5) * count_model_bytes(training)
     needed = model + samples * per_sample
     bytes_left = None if needed <= SMALL_BYTES else read_available_memory()
     if bytes_left is None:

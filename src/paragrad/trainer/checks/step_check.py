@@ -7,7 +7,7 @@ not small enough without it. All state is restored afterwards.
 
 The strategy then makes its own step. Between its gradients and its update, the loss, the weight,
 the gradients and the buffers are compared with the reference. Rank 0 alone holds its tensors, and
-compares. In the first step the other ranks compare too, if their gradients are not rank 0's bit for
+compares. In the first step the other ranks compare too, if what they have is not rank 0's bit for
 bit: they get the reference then. If the model is partitioned, the loss of some samples in a test
 (eval mode) is compared too in the first step. Modules may take other paths there than in training.
 
@@ -16,7 +16,8 @@ over the tensors of a module:
 
     equal       d is at most 8 eps of their largest value, or at most 1.5 t. Up to three baselines
                 are made, and t is the largest of their differences. It is also equal if it is
-                equal to two baselines: the reference is then the exception
+                equal to two baselines: the reference is then the exception. In the first step
+                that may also be a forward that changes by itself, and it is doubtful
     doubtful    any other d; the step is then compared with a reference of higher precision
     differs     the strategy's error against that reference is more than 4 times the larger of
                 serial's and the baseline's
@@ -27,11 +28,11 @@ over the tensors of a module:
 of the third. The repetition exists because one baseline may be lucky: in a deep model, a
 rectifier that flips is a hundred times all other rounding.)
 
-A baseline is trusted while it shows rounding, and not a fault of its rank or mixed samples. If
-there is no higher precision, or the model cannot run in it, further baselines take its place.
-They are other orderings of the samples, and parameters moved by one unit in the last place. Their
-differences are pooled over all tensors of a kind. The step then differs if its difference is more
-than 4 times their largest.
+A baseline is trusted while it shows rounding, and not mixed samples. If there is no higher
+precision, or the model cannot run in it, further baselines take its place. They are other orderings
+of the samples, and parameters moved by one unit in the last place. Their differences are pooled
+over all tensors of a kind. The step then differs if its difference is more than 4 times their
+largest.
 """
 
 from __future__ import annotations
@@ -39,9 +40,8 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import torch
 
@@ -63,7 +63,6 @@ from paragrad.trainer.checks.step_result import (
 from paragrad.trainer.evaluation import make_whole_model_outputs, score_batches
 
 SampleOrdering = Callable[[list[int]], list[int]]
-Outcome = TypeVar("Outcome", StepOutcome, StepOutcome | None)
 # Orderings of the samples of a group: the baseline's, and others if there is no precise reference.
 SAMPLE_ORDERINGS: tuple[SampleOrdering, ...] = (
     lambda group: group[::-1],
@@ -72,7 +71,7 @@ SAMPLE_ORDERINGS: tuple[SampleOrdering, ...] = (
 )
 
 
-# kinds of which every rank has tensors of its own
+# Kinds of one rank's tensors, which may flip in the reference alone. Loss and weight are shared.
 TENSOR_KINDS = ("gradient", "buffer")
 # A kind that is equal to that of so many baselines is one worker's: a rectifier flipped in the
 # reference alone. One is not enough, because the strategy may order samples as that baseline does.
@@ -294,7 +293,9 @@ class StepCheck:
 
         baseline_outcome: The outcome of the rounding baseline on rank 0, once it was needed.
 
-        is_shared: Whether every rank has the tensors of the reference.
+        shared_kinds: The kinds of the reference's tensors that every rank has.
+
+        is_first: Whether this is the first step.
     """
 
     world: World
@@ -310,12 +311,18 @@ class StepCheck:
     test_loss: float | str = ""
     loss_eps: float = 0.0
     baseline_outcome: StepOutcome | None = None
-    is_shared: bool = False
+    shared_kinds: Collection[str] = ()
+    is_first: bool = False
 
-    def share_reference(self) -> None:
-        """Give every rank the tensors of one worker's step, so that all compare. Collective."""
-        self.is_shared = True
-        self.serial_outcome = _broadcast_tensors(self.world, self.serial_outcome)
+    def share_reference(self, kinds: Collection[str] = TENSOR_KINDS) -> None:
+        """Give every rank tensors of one worker's step, so that all compare. Collective.
+
+        Args:
+            kinds: The kinds that other ranks get, of TENSOR_KINDS.
+        """
+        self.shared_kinds = kinds
+        outcome, _ = broadcast_outcome(self.world, self.serial_outcome, kinds)
+        self.serial_outcome = outcome or self.serial_outcome
 
     def find_mismatches(
         self, outcome: StepOutcome | None, loss_dtype: torch.dtype
@@ -366,8 +373,8 @@ class StepCheck:
     def _find_doubtful(self, outcome: StepOutcome | None) -> list[GapKey]:
         """Find the kinds whose difference on some rank is not explained. Collective.
 
-        Other ranks compare what they have of the reference: loss, weight and Python state.
-        Baselines are made only while some kind is not equal without them.
+        Other ranks compare what they have of the reference. Baselines are made only while some kind
+        is not equal without them.
         """
         rank_gaps = self.world.gather_objects(
             {} if outcome is None else self._compare_outcomes(outcome)
@@ -398,12 +405,15 @@ class StepCheck:
                 self.baseline_outcome = self.baseline_outcome or baseline
                 baselines.append(self._compare_outcomes(baseline))
                 agreements.update(_list_equal(self._compare_outcomes(outcome, baseline)))
+                del baseline  # before the next one is made
             except Exception:
                 break
             own_gaps = {
                 key: gap
                 for key, gap in rank_gaps[0].items()
-                if key[0] not in TENSOR_KINDS or agreements[key] < ENOUGH_AGREEMENTS
+                if self.is_first
+                or key[0] not in TENSOR_KINDS
+                or agreements[key] < ENOUGH_AGREEMENTS
             }
             doubtful_keys = _list_unexplained([own_gaps, *rank_gaps[1:]], baselines)
         yield doubtful_keys, True
@@ -477,10 +487,7 @@ class StepCheck:
                 self.serial_outcome.test_loss
             ):
                 precise = None
-        if self.is_shared:
-            precise = _broadcast_tensors(self.world, precise)
-        else:
-            precise, _ = broadcast_numbers(self.world, precise)
+        precise, _ = broadcast_outcome(self.world, precise, self.shared_kinds)
         rank_gaps = self.world.gather_objects(
             {} if outcome is None else self._compare_outcomes(outcome, precise)
         )
@@ -620,35 +627,33 @@ def _list_mismatches(
     return mismatches
 
 
-def _broadcast_tensors(world: World, outcome: Outcome) -> Outcome:
-    """Send rank 0's outcome, or None, to every rank with its tensors."""
-    sent = outcome and outcome.move_to(torch.device("cpu"))
-    received: Outcome = world.broadcast_object(sent)
-    return received and received.move_to(world.device)
-
-
-def broadcast_numbers(
-    world: World, outcome: StepOutcome | None, reason: str | None = None
+def broadcast_outcome(
+    world: World,
+    outcome: StepOutcome | None,
+    kinds: Collection[str] = (),
+    reason: str | None = None,
 ) -> tuple[StepOutcome | None, str | None]:
-    """Send rank 0's outcome to every rank, without gradients and buffers.
+    """Send rank 0's outcome to every rank. Collective.
 
     Args:
         world: The ranks.
         outcome: The outcome; used on rank 0 only.
+        kinds: The kinds of tensors that are sent, of TENSOR_KINDS.
         reason: Why there is no outcome; used on rank 0 only.
 
     Returns:
-        (outcome, reason): on rank 0 the complete outcome, on other ranks its numbers; or None and
+        (outcome, reason): on rank 0 the complete outcome, on other ranks what was sent; or None and
         the reason.
     """
-    received = world.broadcast_object(
-        (
-            None
-            if outcome is None
-            else replace(outcome, gradients={}, buffers={}, changed_buffers=frozenset()),
-            reason,
-        )
-    )
-    return (received[0] if outcome is None else outcome), (
-        received[1] if received[0] is None else None
-    )
+    sent = None
+    if outcome is not None:
+        sent = replace(
+            outcome,
+            gradients=outcome.gradients if "gradient" in kinds else {},
+            buffers=outcome.buffers if "buffer" in kinds else {},
+            changed_buffers=outcome.changed_buffers if "buffer" in kinds else frozenset(),
+        ).move_to(torch.device("cpu"))
+    received, why_not = world.broadcast_object((sent, reason))
+    if world.rank == 0:
+        return outcome, None if outcome else reason
+    return received and received.move_to(world.device), None if received else why_not

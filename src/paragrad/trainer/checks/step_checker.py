@@ -53,7 +53,7 @@ from paragrad.trainer.checks.reference_step import (
     refuse_float64_copies,
     shrink_batch,
 )
-from paragrad.trainer.checks.step_check import Mismatch, StepCheck
+from paragrad.trainer.checks.step_check import TENSOR_KINDS, Mismatch, StepCheck
 from paragrad.trainer.checks.step_result import Gap, StepOutcome
 from paragrad.trainer.checks.update_check import (
     UpdateCheck,
@@ -474,8 +474,6 @@ class StepChecker:
             gradients = None
             if self.step_check is not None:
                 gradients = self._check_outcome(loss, weight, "this step")
-                if not self.training.state.own_steps:
-                    return_freed_memory()
             group_names = self._find_group_names()
             self.update_checks = make_reference_update(self.training, group_names, gradients)
 
@@ -511,12 +509,12 @@ class StepChecker:
             obstacle = "it was skipped" if is_skipped else checks if isinstance(checks, str) else ""
             if isinstance(checks, list) and not is_skipped:
                 self._refuse_other_update(checks)
+            del checks
             buffers = training.setup.strategy.guarantees.buffers_equal
             self._refuse_unequal_replicas(
                 "after", dict(training.setup.model.named_buffers()) if buffers else {}
             )
-            del checks
-            if count_model_bytes(training) > SMALL_BYTES:
+            if training.world.rank == 0 and count_model_bytes(training) > SMALL_BYTES:
                 return_freed_memory()
         state.plan_check(self.schedule.plan_next(state.own_steps + 1, state.steps, training.world))
         if self.finding and training.world.rank == 0:
@@ -540,8 +538,11 @@ class StepChecker:
         training = self.training
         found = list[tuple[float, Gap]]()
         for check, (parameters, state) in zip(checks, iterate_trained(training), strict=True):
+            gap_found = None
             with contextlib.suppress(Exception):  # what cannot be compared is not refused
-                found += filter(None, [check.find_gap(parameters, state)])
+                gap_found = check.find_gap(parameters, state)
+            if gap_found is not None:
+                found.append(gap_found)
         gap = max(found, key=lambda pair: pair[0])[1] if found else None
         if (gap := training.world.broadcast_object(gap)) is not None:
             what = OTHER_UPDATE.format(gap.value, gap.largest)
@@ -636,10 +637,11 @@ class StepChecker:
         if setup.shard_layout.is_partitioned:  # Only the parameters are sharded.
             _refuse_unequal_tensors(setup.shard_layout, gradients, setup.shard_layout.world)
             gradients = setup.shard_layout.gather_serial_tensors(gradients, on_all_ranks=False)
-        elif not training.state.own_steps and setup.shard_layout.find_unequal_copies(
-            {**gradients, **buffers}, training.world
-        ):
-            step_check.share_reference()
+        if step_check.is_first and training.world.size > 1:
+            is_sharded = setup.shard_layout.is_partitioned
+            tensors = buffers if is_sharded else {**gradients, **buffers}
+            if setup.shard_layout.find_unequal_copies(tensors, training.world):
+                step_check.share_reference(["buffer"] if is_sharded else TENSOR_KINDS)
         outcome = StepOutcome(
             loss, weight, gradients, buffers, frozenset(), changed_parameters, changed_state
         )

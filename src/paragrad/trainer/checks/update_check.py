@@ -271,9 +271,9 @@ def make_reference_update(
     setup, optimizer = training.setup, training.state.optimizer
     reason = explain_no_copy(optimizer, group_names, bool(setup.strategy.servers))
     # Copies of parameters and gradients, and of Adam's state, which is twice the parameters. What
-    # ranks hold parts of is gathered besides.
+    # ranks hold parts of is gathered besides, all of it or a part at a time.
     is_gathered = setup.shard_layout.is_partitioned or training.exchange.sharing_ranks > 1
-    copies = 10 if is_gathered else 4
+    copies = 4 if not is_gathered else 5 if _updates_alone(training) else 10
     # one rank's reason is all ranks' reason: the rest is collective
     reasons = training.world.gather_objects(reason or explain_no_room(training, copies))
     if reason := training.world.broadcast_object(next(filter(None, reasons), None)):
@@ -293,6 +293,14 @@ def make_reference_update(
             except Exception as error:
                 obstacle = f"a copy of {type(optimizer).__name__} raised {describe_error(error)}"
         checks.append(check)
+    compared = {name for check in checks for name in check.parameters}
+    if training.world.rank == 0 and obstacle is None:
+        others = [name for names in group_names for name in names if name not in compared]
+        obstacle = (
+            f"{type(optimizer).__name__} holds {others[0]}, too, which no rank gave"
+            if others
+            else None
+        )
     return training.world.broadcast_object(obstacle) or checks
 
 
@@ -348,13 +356,9 @@ def iterate_trained(training: Training) -> Iterator[tuple[dict[str, Tensor], Opt
     parameters: dict[str, Tensor | None] = {
         name: each.detach() for name, each in training.setup.parameters.items()
     }
-    updates_alone = (
-        type(training.state.optimizer) in ELEMENTWISE_OPTIMIZERS
-        and training.options.clip_norm is None
-    )
     for names, state in (
         training.exchange.iterate_optimizer_state()
-        if updates_alone and not layout.is_partitioned
+        if _updates_alone(training)
         else [(list(parameters), training.exchange.gather_optimizer_state())]
     ):
         part = {name: parameters.pop(name) for name in names if name in parameters}
@@ -364,4 +368,14 @@ def iterate_trained(training: Training) -> Iterator[tuple[dict[str, Tensor], Opt
             state if is_first else {},
         )
     if parameters:  # no rank trains them
-        yield ({name: each for name, each in parameters.items() if each is not None}, {})
+        rest = {name: each for name, each in parameters.items() if each is not None}
+        yield (rest if is_first else {}), {}
+
+
+def _updates_alone(training: Training) -> bool:
+    """Return whether one worker's optimizer can update some parameters without the others."""
+    return (
+        type(training.state.optimizer) in ELEMENTWISE_OPTIMIZERS
+        and training.options.clip_norm is None
+        and not training.setup.shard_layout.is_partitioned
+    )
