@@ -117,6 +117,14 @@ def train_rank(
             if not trainer.is_server:
                 dismiss_run_servers(trainer.training)
             status = world.broadcast_object(status)  # Servers have no status of their own.
+        except StepFailed:  # it has its cause
+            raise
+        except Exception as error:
+            exchange = trainer.training.setup.exchange
+            cause = error if exchange is None else exchange.find_cause(error)
+            if cause is error:
+                raise
+            raise cause from error
         finally:
             trainer.close()
     return status

@@ -51,30 +51,18 @@ def find_port() -> int:
     return port
 
 
-@pytest.mark.parametrize(
-    ("strategy", "size", "victim", "name"),
-    [
-        ("server(2)", 3, 2, "rank 2 (server 0)"),
-        pytest.param("server(2)", 3, 1, "rank 1 (worker 1)", marks=pytest.mark.table),
-        pytest.param("server(3, servers=2)", 5, 4, "rank 4 (server 1)", marks=pytest.mark.table),
-        pytest.param("server(2, sync=asp)", 3, 2, "rank 2 (server 0)", marks=pytest.mark.table),
-    ],
-)
-def test_other_processes_end_and_name_it(
-    strategy: str, size: int, victim: int, name: str, tmp_path: Path
-) -> None:
-    """Earlier, the others waited for --timeout (300 s) without a message.
-
-    A pymp folder was left.
-    """
-    (tmp_path / "long.py").write_text(JOB)
-    temporary = tmp_path / "tmp"
+def start_ranks(
+    job: str, strategy: str, size: int, folder: Path
+) -> tuple[list[subprocess.Popen[str]], Path]:
+    """Start the ranks of a job by hand; return them and their folder for temporary files."""
+    (folder / "long.py").write_text(job)
+    temporary = folder / "tmp"
     temporary.mkdir()
     port = find_port()
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "paragrad", "train", "long.py", "--strategy", strategy],
-            cwd=tmp_path,
+            cwd=folder,
             env={
                 **os.environ,
                 "TMPDIR": str(temporary),
@@ -92,6 +80,26 @@ def test_other_processes_end_and_name_it(
         )
         for rank in range(size)
     ]
+    return ranks, temporary
+
+
+@pytest.mark.parametrize(
+    ("strategy", "size", "victim", "name"),
+    [
+        ("server(2)", 3, 2, "rank 2 (server 0)"),
+        pytest.param("server(2)", 3, 1, "rank 1 (worker 1)", marks=pytest.mark.table),
+        pytest.param("server(3, servers=2)", 5, 4, "rank 4 (server 1)", marks=pytest.mark.table),
+        pytest.param("server(2, sync=asp)", 3, 2, "rank 2 (server 0)", marks=pytest.mark.table),
+    ],
+)
+def test_other_processes_end_and_name_it(
+    strategy: str, size: int, victim: int, name: str, tmp_path: Path
+) -> None:
+    """Earlier, the others waited for --timeout (300 s) without a message.
+
+    A pymp folder was left.
+    """
+    ranks, temporary = start_ranks(JOB, strategy, size, tmp_path)
     try:
         assert ranks[0].stdout is not None
         assert any(" step " in line for line in ranks[0].stdout)  # the training has begun
@@ -104,6 +112,39 @@ def test_other_processes_end_and_name_it(
                 # another worker may have ended first
                 assert name in printed or rank != 0
         assert [path.name for path in temporary.iterdir() if "inductor" not in path.name] == []
+    finally:
+        for each in ranks:
+            each.kill()
+            each.communicate()
+
+
+# kills the server, and then its own process, in a test
+KILLING_METRIC = """
+import os, signal
+from pathlib import Path
+
+def kill_server(output, target):
+    if os.environ["RANK"] == "1" and Path("server").exists():
+        os.kill(int(Path("server").read_text()), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return output.sum(), len(output)
+
+job = job.replace(epochs=100_000, test=data, metric=kill_server)
+"""
+
+
+def test_server_that_ends_between_steps_is_named(tmp_path: Path) -> None:
+    """Earlier, rank 0 named the other worker alone, for which it waited after the test."""
+    ranks, _ = start_ranks(JOB + KILLING_METRIC, "server(2, sync=asp)", 3, tmp_path)
+    try:
+        assert ranks[0].stdout is not None
+        assert any(" step " in line for line in ranks[0].stdout)
+        (tmp_path / "pid").write_text(str(ranks[2].pid))
+        (tmp_path / "pid").rename(tmp_path / "server")
+        printed, _ = ranks[0].communicate(timeout=30)
+        assert ranks[0].returncode == 1
+        assert "rank 2 (server 0)" in printed
+        assert "Traceback" not in printed
     finally:
         for each in ranks:
             each.kill()
