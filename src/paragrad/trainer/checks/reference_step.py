@@ -313,7 +313,7 @@ def make_reference_step(
         eps,
         precision == torch.float64,
         loss_only,
-        is_first=not training.state.own_steps,
+        is_first_step=not training.state.own_steps,
         test_part=test_part if isinstance(test_part, BatchExcerpt) else None,
     ), ""
 

@@ -295,7 +295,7 @@ class StepCheck:
 
         shared_kinds: The kinds of the reference's tensors that every rank has.
 
-        is_first: Whether this is the first step.
+        is_first_step: Whether this is the first step.
     """
 
     world: World
@@ -312,7 +312,7 @@ class StepCheck:
     loss_eps: float = 0.0
     baseline_outcome: StepOutcome | None = None
     shared_kinds: Collection[str] = ()
-    is_first: bool = False
+    is_first_step: bool = False
 
     def share_reference(self, kinds: Collection[str] = TENSOR_KINDS) -> None:
         """Give every rank tensors of one worker's step, so that all compare. Collective.
@@ -379,11 +379,11 @@ class StepCheck:
         rank_gaps = self.world.gather_objects(
             {} if outcome is None else self._compare_outcomes(outcome)
         )
-        rounds = self._iterate_doubtful(outcome, rank_gaps) if self.world.rank == 0 else iter(())
+        lists = self._iterate_doubtful(outcome, rank_gaps) if self.world.rank == 0 else iter(())
         doubtful_keys: list[GapKey] = []
         is_last = False
         while not is_last:  # a message before each baseline: ranks wait for no more than one
-            doubtful_keys, is_last = self.world.broadcast_object(next(rounds, None))
+            doubtful_keys, is_last = self.world.broadcast_object(next(lists, None))
         return doubtful_keys
 
     def _iterate_doubtful(
@@ -411,7 +411,7 @@ class StepCheck:
             own_gaps = {
                 key: gap
                 for key, gap in rank_gaps[0].items()
-                if self.is_first
+                if self.is_first_step
                 or key[0] not in TENSOR_KINDS
                 or agreements[key] < ENOUGH_AGREEMENTS
             }

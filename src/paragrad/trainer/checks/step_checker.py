@@ -637,7 +637,7 @@ class StepChecker:
         if setup.shard_layout.is_partitioned:  # Only the parameters are sharded.
             _refuse_unequal_tensors(setup.shard_layout, gradients, setup.shard_layout.world)
             gradients = setup.shard_layout.gather_serial_tensors(gradients, on_all_ranks=False)
-        if step_check.is_first and training.world.size > 1:
+        if step_check.is_first_step and training.world.size > 1:
             is_sharded = setup.shard_layout.is_partitioned
             tensors = buffers if is_sharded else {**gradients, **buffers}
             if setup.shard_layout.find_unequal_copies(tensors, training.world):

@@ -294,13 +294,9 @@ def make_reference_update(
                 obstacle = f"a copy of {type(optimizer).__name__} raised {describe_error(error)}"
         checks.append(check)
     compared = {name for check in checks for name in check.parameters}
-    if training.world.rank == 0 and obstacle is None:
-        others = [name for names in group_names for name in names if name not in compared]
-        obstacle = (
-            f"{type(optimizer).__name__} holds {others[0]}, too, which no rank gave"
-            if others
-            else None
-        )
+    missing = [name for names in group_names for name in names if name not in compared]
+    if training.world.rank == 0 and obstacle is None and missing:
+        obstacle = f"no rank has {missing[0]}, which {type(optimizer).__name__} updates"
     return training.world.broadcast_object(obstacle) or checks
 
 
@@ -352,7 +348,7 @@ def iterate_trained(training: Training) -> Iterator[tuple[dict[str, Tensor], Opt
         (parameters, state) of the whole model by name; nothing on other ranks.
     """
     layout = training.setup.shard_layout
-    is_first = training.world.rank == 0
+    is_first_rank = training.world.rank == 0
     parameters: dict[str, Tensor | None] = {
         name: each.detach() for name, each in training.setup.parameters.items()
     }
@@ -364,12 +360,14 @@ def iterate_trained(training: Training) -> Iterator[tuple[dict[str, Tensor], Opt
         part = {name: parameters.pop(name) for name in names if name in parameters}
         (tensors,), state = layout.gather_serial_values([part], state)
         yield (
-            {name: each for name, each in tensors.items() if each is not None} if is_first else {},
-            state if is_first else {},
+            {name: each for name, each in tensors.items() if each is not None}
+            if is_first_rank
+            else {},
+            state if is_first_rank else {},
         )
     if parameters:  # no rank trains them
         rest = {name: each for name, each in parameters.items() if each is not None}
-        yield (rest if is_first else {}), {}
+        yield (rest if is_first_rank else {}), {}
 
 
 def _updates_alone(training: Training) -> bool:
