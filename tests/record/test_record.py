@@ -5,9 +5,14 @@ The sample count (`audit`) counts the samples that the record names.
 
 from __future__ import annotations
 
+import errno
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -382,3 +387,91 @@ def test_span_of_a_failing_block_ends_at_the_failure(tmp_path: Path) -> None:
         with pytest.raises(KeyError), log.record_span("F0", "compute"):
             raise KeyError
         assert [(name, lane) for name, lane, *_ in log.spans] == [("F0", "compute")]
+
+
+def read_steps(path: Path) -> list[int]:
+    return [line["step"] for line in read_lines(path) if line["kind"] == "step"]
+
+
+def test_steps_wait_until_another_line_or_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.jsonl"
+    with Recorder(path, delay=1000.0) as recorder:
+        log = StepLog(recorder)
+        for step in range(3):
+            log.write_step(step, 0.0, epoch=0, lr=0.1 * step)
+        assert read_steps(path) == []
+        log.write_event("overflow", "a line of another kind keeps its place")
+        log.write_step(3, 0.0, epoch=0, lr=0.3)
+        kinds = [line["kind"] for line in read_lines(path)]
+        assert kinds == ["step", "step", "step", "event"]
+        log.flush()
+        assert read_steps(path) == [0, 1, 2, 3]
+        log.write_step(4, 0.0, epoch=1, lr=0.3)
+    lines = [line for line in read_lines(path) if line["kind"] == "step"]
+    assert [(line["step"], line["epoch"], line["lr"]) for line in lines] == [
+        (0, 0, 0.0),
+        (1, 0, 0.1),
+        (2, 0, 0.2),
+        (3, 0, 0.3),
+        (4, 1, 0.3),
+    ]
+
+
+def test_a_step_is_written_without_a_later_line(tmp_path: Path) -> None:
+    """A rank may wait long in its next step: for the others, or for a debugger."""
+    path = tmp_path / "rank-0.jsonl"
+    with Recorder(path, delay=0.02) as recorder:
+        StepLog(recorder).write_step(0, 0.0)
+        # the recorder is not called again
+        end = time.monotonic() + 30
+        while not read_steps(path) and time.monotonic() < end:
+            pass
+        assert read_steps(path) == [0]
+
+
+def test_an_error_of_the_writing_thread_is_raised_by_the_next_line(tmp_path: Path) -> None:
+    with Recorder(tmp_path / "rank-0.jsonl", delay=0.02) as recorder:
+        log = StepLog(recorder)
+        with mock.patch.object(recorder, "file", FullFile(recorder.file)):
+            log.write_step(0, 0.0)
+            end = time.monotonic() + 30
+            while recorder.error is None and time.monotonic() < end:
+                pass
+            with pytest.raises(OSError, match=r"rank-0\.jsonl"):
+                log.write_step(1, 0.0)
+
+
+class FullFile:
+    """A file on a disk that is full.
+
+    Args:
+        file: The file.
+    """
+
+    def __init__(self, file: Any) -> None:
+        self.name = file.name
+
+    def write(self, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_killed_process_lacks_the_last_steps_alone(tmp_path: Path) -> None:
+    script = (
+        "import os, signal, sys\n"
+        "from pathlib import Path\n"
+        "from paragrad.record.record import STEP_DELAY, Recorder\n"
+        "from paragrad.record.step_log import StepLog\n"
+        "path = Path(sys.argv[1])\n"
+        "log = StepLog(Recorder(path, delay=STEP_DELAY))\n"
+        "step = 0\n"
+        "while not path.stat().st_size:\n"
+        "    log.write_step(step, log.now())\n"
+        "    step += 1\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    path = tmp_path / "rank-0.jsonl"
+    ended = subprocess.run([sys.executable, "-c", script, str(path)], check=False)
+    assert ended.returncode == -signal.SIGKILL
+    steps = read_steps(path)
+    assert steps == list(range(len(steps)))
+    assert steps

@@ -25,7 +25,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from paragrad.datasets.sampler import RepeatedIndex
+from paragrad.datasets.sampler import Indices, RepeatedIndex
 from paragrad.datasets.stream import Stream, hide_loader_process, is_stream
 from paragrad.errors import Refused, StepFailed, describe_error
 from paragrad.runtime.generators import fingerprint_generators, keep_generators, seed_generators
@@ -71,6 +71,7 @@ class Samples:
     """A dataset with seeded transforms: they draw the same numbers for a sample on any rank.
 
     samples[epoch, indices] is a batch; samples[epoch, indices, places] is its rows at these places.
+    Indices are a list or an array; a dataset is asked for plain integers.
     Before each sample, the generators of torch, numpy and random are seeded by (seed, epoch,
     index). Random numbers of `collate` follow the first sample of the batch. Afterwards the
     generators are restored. A plain TensorDataset draws nothing and returns its batch at once. So
@@ -94,8 +95,10 @@ class Samples:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, key: tuple[int, list[int]] | tuple[int, list[int], Sequence[int]]) -> Any:
+    def __getitem__(self, key: tuple[int, Indices] | tuple[int, Indices, Sequence[int]]) -> Any:
         epoch, indices, *places = key
+        if not isinstance(indices, list) and not self.is_tensor_dataset:
+            indices = indices.tolist()
         if isinstance(self.dataset, Stream):
             self.dataset.read_batch(self.seed, epoch, indices, self.sample_timeout)
         if not places:
@@ -106,12 +109,17 @@ class Samples:
             )
         return self._collate_samples(epoch, _select_indices(indices, places[0]), len(indices))
 
-    def _collate_samples(self, epoch: int, indices: list[int], batch: int) -> Any:
+    @property
+    def is_tensor_dataset(self) -> bool:
+        """Whether a batch is selected from tensors at once."""
+        return self.collate is None and type(self.dataset).__getitem__ is TensorDataset.__getitem__
+
+    def _collate_samples(self, epoch: int, indices: Any, batch: int) -> Any:
         dataset = self.dataset
-        if self.collate is None and type(dataset).__getitem__ is TensorDataset.__getitem__:
+        if self.is_tensor_dataset:
             # torch.tensor of a list, and indexing by a list, take far longer
-            places = torch.from_numpy(numpy.array(indices))
-            return tuple(tensor.index_select(0, places) for tensor in dataset.tensors)
+            places = torch.from_numpy(numpy.asarray(indices))
+            return tuple([tensor.index_select(0, places) for tensor in dataset.tensors])
         if self.collate is None and getattr(dataset, "whole_batches", False):
             with limit_time(
                 self.sample_timeout * len(indices),
@@ -164,7 +172,7 @@ class Samples:
             ) from error
 
 
-def _select_indices(indices: list[int], places: Sequence[int]) -> list[int]:
+def _select_indices(indices: Indices, places: Sequence[int]) -> Indices:
     """Return the indices at some places; of a range, by slicing."""
     if isinstance(places, range) and places.step == 1 and places.stop <= len(indices):
         return indices[places.start : places.stop]
@@ -282,10 +290,10 @@ def separate_target(batch: Any) -> tuple[Any, Any]:
     Raises:
         Refused: The batch is neither a pair nor a dict.
     """
-    if isinstance(batch, Mapping):
-        return dict(batch), dict(batch)
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]
+    if isinstance(batch, Mapping):
+        return dict(batch), dict(batch)
     raise Refused(
         "a sample of a dataset must be a pair (input, target) or a dict, got "
         f"{type(batch).__name__}"
@@ -393,8 +401,13 @@ def convert_batch(value: Any, device: torch.device | None, dtype: torch.dtype | 
             are.
 
     Returns:
-        The converted value.
+        The converted value; the value itself if nothing is to be converted.
     """
+    # the batch of most steps is a pair of tensors that fit
+    if type(value) is tuple and len(value) == 2:
+        inputs, target = value
+        if _fits(inputs, device, dtype) and _fits(target, device, dtype):
+            return value
 
     def convert_leaf(leaf: Any) -> Any:
         if isinstance(leaf, PackedSequence):
@@ -402,6 +415,15 @@ def convert_batch(value: Any, device: torch.device | None, dtype: torch.dtype | 
         return leaf.to(device, choose_dtype(leaf, dtype)) if isinstance(leaf, Tensor) else leaf
 
     return map_leaves(convert_leaf, value)
+
+
+def _fits(leaf: Any, device: torch.device | None, dtype: torch.dtype | None) -> bool:
+    """Return whether a leaf is a plain tensor that is not converted."""
+    return (
+        type(leaf) is Tensor
+        and (device is None or leaf.device == device)
+        and (choose_dtype(leaf, dtype) is leaf.dtype)
+    )
 
 
 def choose_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:

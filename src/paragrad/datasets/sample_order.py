@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy
 
-from paragrad.datasets.sampler import SamplerOrder, SamplerOrFunction
+from paragrad.datasets.sampler import Indices, SamplerOrder, SamplerOrFunction
 from paragrad.datasets.stream import Stream
 from paragrad.errors import Refused, StepFailed
 from paragrad.runtime.launcher_env import read_available_memory
@@ -113,6 +113,19 @@ class SampleOrder:
         Returns:
             The indices of the samples in the dataset.
         """
+        indices = self.select_indices(epoch, positions)
+        return indices if isinstance(indices, list) else indices.tolist()
+
+    def select_indices(self, epoch: int, positions: range) -> Indices:
+        """Return the samples at some positions as `get_indices` does, without a list if possible.
+
+        Args:
+            epoch: The epoch.
+            positions: The positions in its order.
+
+        Returns:
+            The indices of the samples: an array of int64, or a list.
+        """
         if self.sampler is not None:
             if (count := len(self.sampler.draw_indices(epoch))) != self.samples:
                 raise StepFailed(
@@ -123,8 +136,7 @@ class SampleOrder:
         if self.is_in_order:
             return list(positions)
         order = permute_samples(self.samples, self.seed, epoch)
-        indices: list[int] = order[positions.start : positions.stop].tolist()
-        return indices
+        return order[positions.start : positions.stop].copy()
 
 
 @lru_cache(maxsize=2)  # two, because batches of two epochs are prepared at the end of an epoch

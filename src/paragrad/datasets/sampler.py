@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 import numpy
+import numpy.typing
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, Sampler
 
@@ -21,6 +22,8 @@ from paragrad.runtime.generators import keep_generators, seed_generators
 
 # f(epoch, generator) -> indices, or a torch Sampler of indices
 SamplerOrFunction: TypeAlias = Callable[[int, torch.Generator], Iterable[int]] | Sampler[int]
+# the samples of a batch: a list, or an array of int64
+Indices: TypeAlias = "list[int] | numpy.typing.NDArray[numpy.int64]"
 
 
 class RepeatedIndex(int):

@@ -36,6 +36,7 @@ from paragrad.jobs.loss import LossModule
 from paragrad.notation.choices import find_renamed_member
 from paragrad.strategies.strategy import Strategy
 
+NO_CONTEXT = contextlib.nullcontext()
 # names under which the bytes of a test and of a checkpoint are counted
 TEST_TRAFFIC = "tests"
 CHECKPOINT_TRAFFIC = "checkpoints"
@@ -393,7 +394,7 @@ class Exchange(ABC):
         Args:
             last: Whether this is the last micro-batch of the step.
         """
-        return contextlib.nullcontext()
+        return NO_CONTEXT
 
     # most exchanges wait for the end of backward
     def mark_ready(self, parameter: nn.Parameter) -> None:  # noqa: B027

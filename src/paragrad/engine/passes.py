@@ -11,7 +11,7 @@ import contextlib
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from paragrad.datasets.loading import list_batch_tensors
 from paragrad.engine.activation_meter import ActivationMeter
 from paragrad.engine.batch_norm import BatchNorm
-from paragrad.engine.exchange import Exchange, UnchangedParameters
+from paragrad.engine.exchange import NO_CONTEXT, Exchange, UnchangedParameters
 from paragrad.engine.gradient_noise import GradientNorms
 from paragrad.engine.model_shard import PassContext
 from paragrad.engine.probe import find_nonfinite_tensor
@@ -35,7 +35,6 @@ from paragrad.record.step_log import StepLog
 from paragrad.runtime.world import World
 from paragrad.strategies.shares import MicroBatch
 
-NO_CONTEXT = contextlib.nullcontext()
 # activations are counted in so many steps: this costs some microseconds for each saved tensor
 COUNTED_STEPS = 2
 CHANGED_IN_BACKWARD = (
@@ -281,6 +280,25 @@ def enter_pass_contexts(
         count_bytes(each.name, each.sent_bytes, computed=True)  # type: ignore[misc]
 
 
+def enter_contexts(contexts: Sequence[AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
+    """Return one context for several, which are entered in order; most steps have none or one.
+
+    Args:
+        contexts: The contexts.
+    """
+    if not contexts:
+        return NO_CONTEXT
+    return contexts[0] if len(contexts) == 1 else _enter_all(contexts)
+
+
+@contextlib.contextmanager
+def _enter_all(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for each in contexts:
+            stack.enter_context(each)
+        yield
+
+
 def refuse_changed_in_backward(
     parameters: Mapping[str, Tensor],
 ) -> AbstractContextManager[None]:
@@ -348,26 +366,21 @@ class SequentialPasses(Passes):
         Returns:
             The sums of the losses on this rank.
         """
-        sums = LossSums()
+        loss, weight = 0.0, 0.0
         for number, (micro, inputs, target) in enumerate(micros):
-            micro_sums = self._run_micro_batch(micro, inputs, target, number, count)
-            sums = LossSums(sums.loss + micro_sums.loss, sums.weight + micro_sums.weight)
-        return sums
+            micro_loss, micro_weight = self._run_micro_batch(micro, inputs, target, number, count)
+            loss, weight = loss + micro_loss, weight + micro_weight
+        return LossSums(loss, weight)
 
     def _run_micro_batch(
         self, micro: MicroBatch, inputs: Any, target: Any, number: int, count: int
-    ) -> LossSums:
+    ) -> tuple[float, float]:
+        """Run a micro-batch forward and backward, and return its share of the loss and weight."""
         host, exchange = self.host, self.exchange
         samples = len(micro.positions)
         host.batch_norm.start_micro_batch(samples)
-        last = number == count - 1
-        with exchange.micro_batch(last), host.key_draws(micro), host.batch_norm:
-            with (
-                self.time_forward() if self.is_timed else NO_CONTEXT,
-                host.log.record_span(f"F{number}", "compute"),
-                host.use_autocast(),
-                self.track_activations(inputs, target),
-            ):
+        with exchange.micro_batch(number == count - 1), host.key_draws(micro), host.batch_norm:
+            with enter_contexts(self._list_forward_contexts(number, inputs, target)):
                 share, weight = exchange.module(inputs, target, samples)
             value = share.item()
             if not math.isfinite(value):
@@ -379,15 +392,37 @@ class SequentialPasses(Passes):
                         # the search runs a forward pass on this rank alone
                         else find_nonfinite_tensor(host.module.model, inputs, target),
                     )
-            with (
-                host.log.record_span(f"B{number}", "compute"),
-                host.noise.measure_backward(number, weight, host.module.divisor)
-                if host.noise.is_measured
-                else NO_CONTEXT,
-                refuse_changed_in_backward(host.watched_parameters),
-            ):
+            with enter_contexts(self._list_backward_contexts(number, weight)):
                 share.backward()
-        return LossSums(value, weight)
+        return value, weight
+
+    def _list_forward_contexts(
+        self, number: int, inputs: Any, target: Any
+    ) -> list[AbstractContextManager[Any]]:
+        host = self.host
+        contexts: list[AbstractContextManager[Any]] = []
+        if self.is_timed:
+            contexts.append(self.time_forward())
+        if host.log.is_recorded:
+            contexts.append(host.log.record_span(f"F{number}", "compute"))
+        if (autocast := host.use_autocast()) is not NO_CONTEXT:
+            contexts.append(autocast)
+        if self.activation_meter is not None:
+            contexts.append(self.track_activations(inputs, target))
+        return contexts
+
+    def _list_backward_contexts(
+        self, number: int, weight: float
+    ) -> list[AbstractContextManager[Any]]:
+        host = self.host
+        contexts: list[AbstractContextManager[Any]] = []
+        if host.log.is_recorded:
+            contexts.append(host.log.record_span(f"B{number}", "compute"))
+        if host.noise.is_measured:
+            contexts.append(host.noise.measure_backward(number, weight, host.module.divisor))
+        if host.watched_parameters:
+            contexts.append(refuse_changed_in_backward(host.watched_parameters))
+        return contexts
 
     @contextlib.contextmanager
     def time_forward(self) -> Iterator[None]:

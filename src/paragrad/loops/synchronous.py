@@ -23,7 +23,7 @@ from paragrad.loops.loop import BatchLoop
 from paragrad.loops.restart import resume_from_servers, use_temporary_exchange
 from paragrad.parallel.server.endpoints import ServerEndpoints
 from paragrad.record.cpu_load import CpuMeter
-from paragrad.record.record import ENDED_EARLY, Recorder
+from paragrad.record.record import ENDED_EARLY, STEP_DELAY, Recorder
 from paragrad.record.tensorboard import open_event_files
 from paragrad.runtime.stragglers import explain_independent_steps
 from paragrad.runtime.world import World
@@ -79,7 +79,12 @@ def train_rank(
     """
     settings = validated_run.settings
     with (
-        Recorder(folder / f"rank-{world.rank}.jsonl", origin) as record,
+        Recorder(
+            folder / f"rank-{world.rank}.jsonl",
+            origin,
+            # Ranks that are replaced have their steps counted after their death.
+            delay=STEP_DELAY if endpoints is None else 0.0,
+        ) as record,
         open_event_files(
             folder if settings.tensorboard and world.rank == 0 else None
         ) as write_scalars,
@@ -358,9 +363,11 @@ class TrainingLoop(BatchLoop[int]):
     @property
     def needs_check(self) -> bool:
         """Whether the next step is the last one, or the last before a checkpoint."""
+        if not self.training.compares_steps:
+            return False
         number = self.trainer.steps + 1
         interval = self.validated_run.settings.save
-        return self.training.compares_steps and (
+        return (
             number == self.steps
             or bool(interval and number % interval == 0)
             or bool(self.validated_run.settings.keep and number % self.steps_per_epoch == 0)
@@ -379,7 +386,9 @@ class TrainingLoop(BatchLoop[int]):
         """
         self.write_scalars(self.trainer.steps, loss=result.loss, lr=rate)
         self.report_step(segment, result.loss)
-        if self.callbacks.observe_step(StepReport(self.trainer.steps, segment, result.loss, rate)):
+        if self.callbacks.callbacks and self.callbacks.observe_step(
+            StepReport(self.trainer.steps, segment, result.loss, rate)
+        ):
             # all ranks see it in the next step
             self.trainer.world.stop.set()
         if result.stop:
@@ -512,12 +521,13 @@ class TrainingLoop(BatchLoop[int]):
     def report_step(self, epoch: int, loss: float) -> None:
         """Report the progress on rank 0, at most ten times a second."""
         self.last_step = epoch, loss
-        if self.trainer.world.rank == 0 and (
-            self.record.now() - self.last_report_time > 0.1 or self.trainer.steps == self.steps
-        ):
-            self.last_report_time = self.record.now()
+        if self.trainer.world.rank:
+            return
+        now, steps = self.record.now(), self.trainer.steps
+        if now - self.last_report_time > 0.1 or steps == self.steps:
+            self.last_report_time = now
             self.report_progress(
-                {"epoch": epoch, "step": self.trainer.steps, "steps": self.steps, "loss": loss}
+                {"epoch": epoch, "step": steps, "steps": self.steps, "loss": loss}
             )
 
     def resume_from_checkpoint(self, saved: SavedCheckpoint) -> None:

@@ -65,6 +65,10 @@ them. This concerns the fields of a step, and the spans of a step. Spans are sto
 are microseconds after `start`, in the order of `spans`. `spans` is left out if it equals that of
 the previous step. A step costs about 250 bytes on each rank.
 
+Waiting: The lines of steps are in the file within a second (STEP_DELAY). Any other line, and a
+checkpoint, write those that wait before it. So does the end of the process, unless it is killed. A
+worker that others can replace writes each step at once, because its samples count after its death.
+
 Other rules: Of a worker that joined from elsewhere, only the steps are recorded; they end when the
 worker reports it. If clients train in rounds, an epoch is a round and a step is a batch of one
 client. `order` is then the order of all clients of the round. `unit` is the unit of the test value
@@ -78,9 +82,10 @@ import contextlib
 import fcntl
 import json
 import os
+import threading
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from types import TracebackType
@@ -101,6 +106,8 @@ RECORD_SCHEMA = 3
 Line = dict[str, Any]
 EARLIER_KINDS = {"told": "totals"}  # kinds of bytes in earlier records, and their names now
 ENDED_EARLY = "ended early"  # the event of a run that a callback ended
+# Seconds that the lines of steps wait, so that each is in its file within a second.
+STEP_DELAY = 0.4
 # steps that are written in detail, as this run counts them; the first two warm up
 DETAILED_STEPS = range(2, 12)
 
@@ -110,20 +117,48 @@ encode_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class Recorder:
-    """Appends lines to a file, each as a whole and at once, so that they survive the process.
+    """Appends lines to a file, each as a whole, so that they survive the process.
+
+    `write_line` writes at once. Lines of `write_later` wait for at most twice `delay`: until the
+    next line after `delay`, or until a thread writes them. Any other line, `flush`, and the end
+    write them too. They are encoded when they are written, because many at a time take a third of
+    the time.
 
     Attributes:
         origin: The start of the run on the monotonic clock, in seconds.
+
         file: The open file.
+
+        delay: As the argument.
+
+        pending: What encodes the lines that wait, in their order.
+
+        last_write: The time of the last write, on the monotonic clock.
+
+        lock: Held while lines are written.
+
+        ended: Is set when the file is closed.
+
+        error: The error of the thread, until it is raised; or None.
     """
 
-    def __init__(self, path: Path, origin: float | None = None, exclusive: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        origin: float | None = None,
+        exclusive: bool = False,
+        delay: float = 0.0,
+    ) -> None:
         """Open the file.
 
         Args:
             path: The file.
+
             origin: The start of the run on the monotonic clock; None means now.
+
             exclusive: Lock the file until this process ends.
+
+            delay: The seconds that lines of `write_later` wait; 0: they are written at once.
 
         Raises:
             Refused: Another process has locked the file. Nothing in the file is changed.
@@ -142,6 +177,16 @@ class Recorder:
             except OSError:  # a file system without locks
                 pass
         truncate_torn_line(path)
+        self.delay = delay
+        self.pending: deque[Callable[[], list[str]]] = deque()
+        self.last_write = time.monotonic()
+        self.lock = threading.RLock()
+        self.ended = threading.Event()
+        self.error: OSError | None = None
+        if delay:
+            threading.Thread(
+                target=self._write_overdue, name="paragrad-record", daemon=True
+            ).start()
 
     def __enter__(self) -> Recorder:
         return self
@@ -152,9 +197,17 @@ class Recorder:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # a full disk was reported when the line was written
-        with contextlib.suppress(OSError):
-            self.file.close()
+        self.ended.set()
+        try:
+            if error is None:
+                self.flush()
+            else:
+                with contextlib.suppress(OSError):  # the error of the block comes first
+                    self.flush()
+        finally:
+            # a full disk was reported when the line was written
+            with contextlib.suppress(OSError):
+                self.file.close()
 
     def now(self) -> float:
         """Return the seconds since the start of the run."""
@@ -170,7 +223,7 @@ class Recorder:
         self.write_encoded([encode_json({"kind": kind, **fields})])
 
     def write_encoded(self, lines: list[str]) -> None:
-        """Write encoded lines in one call.
+        """Write encoded lines in one call, after those that wait.
 
         Args:
             lines: The lines.
@@ -178,9 +231,47 @@ class Recorder:
         Raises:
             OSError: The file cannot be written; the error has its name.
         """
-        with add_file_name(self.file.name):
-            self.file.write("\n".join(lines) + "\n")
-            self.file.flush()
+        with self.lock:
+            if self.error is not None:
+                error, self.error = self.error, None
+                raise error
+            waiting: list[str] = []
+            while self.pending:
+                waiting += self.pending.popleft()()
+            self.last_write = time.monotonic()
+            with add_file_name(self.file.name):
+                self.file.write("\n".join([*waiting, *lines, ""]))
+                self.file.flush()
+
+    def write_later(self, encode: Callable[[], list[str]]) -> None:
+        """Write lines soon.
+
+        Args:
+            encode: Returns the lines; it is called when they are written, in their order.
+
+        Raises:
+            OSError: The file cannot be written, now or a moment ago; the error has its name.
+        """
+        self.pending.append(encode)
+        if self.error is not None or time.monotonic() - self.last_write >= self.delay:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the lines that wait.
+
+        Raises:
+            OSError: As in `write_encoded`.
+        """
+        self.write_encoded([])
+
+    def _write_overdue(self) -> None:
+        """Write lines after which no other line comes for some time."""
+        while not self.ended.wait(self.delay):
+            if self.pending and time.monotonic() - self.last_write >= self.delay:
+                try:
+                    self.flush()
+                except OSError as error:
+                    self.error = error  # for the next line
 
 
 def truncate_torn_line(path: Path) -> None:

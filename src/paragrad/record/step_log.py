@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import math
 import resource
-from typing import Any
+import time
+from functools import partial
+from typing import Any, TypeAlias
 
 from paragrad.record.record import DETAILED_STEPS, Recorder, encode_json
 
 NO_SPAN = contextlib.nullcontext()
+# name, lane, start, seconds, bytes
+SpanFields: TypeAlias = tuple[str, str, float, float, int | None]
 
 
 class Span:
@@ -29,11 +33,13 @@ class Span:
         self.lane = lane
 
     def __enter__(self) -> None:
-        self.start = self.log.now()
+        self.start = time.monotonic()
 
     def __exit__(self, *error: object) -> None:
         # a span of a block that fails ends at the failure
-        self.log.add_span(self.name, self.lane, self.start)
+        seconds = time.monotonic() - self.start
+        log = self.log
+        log.spans.append((self.name, self.lane, self.start - log.origin, seconds, None))
 
 
 class StepLog:
@@ -45,6 +51,8 @@ class StepLog:
 
     Attributes:
         recorder: The recorder, or None.
+
+        origin: The start of the run on the monotonic clock, in seconds; 0.0 without a recorder.
 
         always_detailed: Write all steps in detail, with a span for each message, and not only those
             of DETAILED_STEPS.
@@ -60,9 +68,10 @@ class StepLog:
 
     def __init__(self, recorder: Recorder | None) -> None:
         self.recorder = recorder
+        self.origin = recorder.origin if recorder else 0.0
         self.always_detailed = False
         self.steps_written = 0
-        self.spans: list[tuple[str, str, float, float, int | None]] = []
+        self.spans: list[SpanFields] = []
         self.last_fields: dict[str, str] = {}
         self.last_span_names: list[tuple[str, str, int | None]] = []
 
@@ -80,7 +89,7 @@ class StepLog:
 
     def now(self) -> float:
         """Return the seconds since the start of the run."""
-        return self.recorder.now() if self.recorder else 0.0
+        return time.monotonic() - self.origin if self.recorder else 0.0
 
     def convert_moment(self, moment: float) -> float:
         """Convert a time of the monotonic clock to seconds since the start of the run.
@@ -91,7 +100,12 @@ class StepLog:
         Returns:
             The seconds.
         """
-        return moment - self.recorder.origin if self.recorder else 0.0
+        return moment - self.origin if self.recorder else 0.0
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether steps are recorded."""
+        return self.recorder is not None
 
     @property
     def is_detailed(self) -> bool:
@@ -155,25 +169,18 @@ class StepLog:
 
         Args:
             number: The number of the step.
+
             start: Its start, in seconds since the start of the run.
-            **fields: The other fields of the line.
+
+            **fields: The other fields of the line. They are encoded later, so nothing may change
+                them.
         """
         if self.recorder:
-            # compare texts, because a value may be changed in place
-            texts = {name: encode_field(value) for name, value in fields.items()}
-            changed = "".join(
-                f',"{name}":{text}'
-                for name, text in texts.items()
-                if text != self.last_fields.get(name)
-            )
-            self.last_fields = texts
             self.steps_written = self.steps_written + 1
-            self.recorder.write_encoded(
-                [
-                    *self._encode_spans(number),
-                    f'{{"kind":"step","step":{number},"start":{start:.6f},'
-                    f'"seconds":{self.now() - start:.6f}{changed}}}',
-                ]
+            self.recorder.write_later(
+                partial(
+                    self._encode_step, number, start, self.now() - start, self._take_spans(), fields
+                )
             )
 
     def write_failed_step(self, number: int) -> None:
@@ -183,16 +190,48 @@ class StepLog:
             number: The number of the step.
         """
         if self.recorder and self.spans:
-            self.recorder.write_encoded(self._encode_spans(number))
+            self.recorder.write_later(partial(self._encode_spans, number, self._take_spans()))
+            self.recorder.flush()
 
-    def _encode_spans(self, number: int) -> list[str]:
+    def flush(self) -> None:
+        """Write the steps that wait to be written."""
+        if self.recorder:
+            self.recorder.flush()
+
+    def _take_spans(self) -> list[SpanFields]:
+        spans, self.spans = self.spans, []
+        return spans
+
+    def _encode_step(
+        self,
+        number: int,
+        start: float,
+        seconds: float,
+        spans: list[SpanFields],
+        fields: dict[str, Any],
+    ) -> list[str]:
+        """The lines of a step."""
+        texts = {name: encode_field(value) for name, value in fields.items()}
+        changed = "".join(
+            f',"{name}":{text}'
+            for name, text in texts.items()
+            if text != self.last_fields.get(name)
+        )
+        self.last_fields = texts
+        return [
+            *self._encode_spans(number, spans),
+            f'{{"kind":"step","step":{number},"start":{start:.6f},'
+            f'"seconds":{seconds:.6f}{changed}}}',
+        ]
+
+    def _encode_spans(self, number: int, spans: list[SpanFields]) -> list[str]:
         """The spans of a step as one line.
 
         They are sorted by name, so the order does not depend on which thread was faster.
         """
-        if not self.spans:
+        if not spans:
             return []
-        spans, self.spans = sorted(self.spans, key=lambda span: span[0]), []
+        spans = sorted(spans, key=lambda span: span[0])
         start = min(span[2] for span in spans)
         span_names = [(name, lane, sent) for name, lane, _, _, sent in spans]
         changed = (

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain, tee
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from paragrad.datasets.loader_processes import load_batches
 from paragrad.datasets.loading import Samples, convert_batch, list_batch_tensors, slice_batch
 from paragrad.datasets.sample_order import SampleOrder
+from paragrad.datasets.sampler import Indices
 from paragrad.errors import StepFailed
 from paragrad.record.step_log import StepLog
 from paragrad.strategies.shares import Division, MicroBatch, split_micro_batches
@@ -41,13 +43,15 @@ class Batch:
 
     epoch: int
     global_range: range
-    sample_indices: list[int]
+    sample_indices: Indices
     micro_batches: list[MicroBatch]
     draw_epoch: int | None = None
 
     @property
     def own_samples(self) -> int:
         """The number of samples of this rank."""
+        if len(self.micro_batches) == 1:
+            return len(self.micro_batches[0].positions)
         return sum(len(each.positions) for each in self.micro_batches)
 
     @property
@@ -152,7 +156,7 @@ def make_rank_batch(
     return Batch(
         epoch,
         global_range,
-        order.get_indices(epoch, global_range),
+        order.select_indices(epoch, global_range),
         _make_micro_batches(global_range, division, replicas, reverse),
     )
 
@@ -160,22 +164,32 @@ def make_rank_batch(
 def _make_micro_batches(
     global_range: range, division: Division, replicas: Sequence[int], reverse: bool = False
 ) -> list[MicroBatch]:
-    micro_batches = []
-    for parts in split_micro_batches(global_range, division):
-        positions: Sequence[int] = parts[replicas[0]]
+    start = global_range.start
+    return [
+        MicroBatch(_shift(places, start), places or [0])
+        for places in _list_places(len(global_range), division, tuple(replicas), reverse)
+    ]
+
+
+@lru_cache(maxsize=64)  # nearly all batches of a training have one size
+def _list_places(
+    samples: int, division: Division, replicas: tuple[int, ...], reverse: bool
+) -> list[Sequence[int]]:
+    """The places in a global batch of the samples of some replicas, for each micro-batch."""
+    micro_places = []
+    for parts in split_micro_batches(range(samples), division):
+        places: Sequence[int] = parts[replicas[0]]
         if len(replicas) > 1:
-            positions = list(chain.from_iterable(parts[replica] for replica in replicas))
-        if reverse:
-            positions = positions[::-1]
-        micro_batches.append(MicroBatch(positions, _shift(positions, -global_range.start) or [0]))
-    return micro_batches
+            places = list(chain.from_iterable(parts[replica] for replica in replicas))
+        micro_places.append(places[::-1] if reverse else places)
+    return micro_places
 
 
-def _shift(positions: Sequence[int], offset: int) -> Sequence[int]:
-    """Add an offset to positions; a range stays a range."""
-    if isinstance(positions, range):
-        return range(positions.start + offset, positions.stop + offset, positions.step)
-    return [position + offset for position in positions]
+def _shift(places: Sequence[int], offset: int) -> Sequence[int]:
+    """Add an offset to places; a range stays a range."""
+    if isinstance(places, range):
+        return range(places.start + offset, places.stop + offset, places.step)
+    return [place + offset for place in places]
 
 
 class BatchFeed:

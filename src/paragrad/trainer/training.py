@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from paragrad.engine.batch_norm import BatchNorm
 from paragrad.engine.exchange import (
+    NO_CONTEXT,
     Exchange,
     ExchangeOptions,
     Totals,
@@ -30,7 +31,13 @@ from paragrad.engine.gradient_noise import GradientNorms
 from paragrad.engine.layout import Layout, OptimizerState, check_loss_ranks
 from paragrad.engine.loss_scale import LossScale, has_overflow
 from paragrad.engine.optimizer.optimizer_state import copy_unsaved_values
-from paragrad.engine.passes import COUNTED_STEPS, LossSums, enter_pass_contexts, run_passes
+from paragrad.engine.passes import (
+    COUNTED_STEPS,
+    LossSums,
+    enter_contexts,
+    enter_pass_contexts,
+    run_passes,
+)
 from paragrad.engine.probe import Probe
 from paragrad.engine.rng.draws import (
     CallNumbers,
@@ -138,6 +145,11 @@ class TrainingState:
     def stepped_scheduler(self) -> Any:
         """The scheduler that every step steps, or None."""
         return None if self.is_scheduled_by_loop else self.scheduler
+
+    @property
+    def is_undivided(self) -> bool:
+        """Whether each replica has the whole batch, in one micro-batch."""
+        return len(self.division.shares) == 1 and self.division.micro == 1
 
     @property
     def is_check_due(self) -> bool:
@@ -429,13 +441,10 @@ class Training:
         scale = 1.0 if loss_scale is None else loss_scale.value
         self.used_autocast = False
         setup.module.start_passes(divisor, scale)
+        micro_batches = batch.iterate_micro_batches(inputs, target)
         try:
-            with ExitStack() as stack:
-                for context in self._list_contexts(batch, observers):
-                    stack.enter_context(context)
-                sums = run_passes(
-                    passes, batch.iterate_micro_batches(inputs, target), len(batch.micro_batches)
-                )
+            with enter_contexts(self._list_contexts(batch, observers)):
+                sums = run_passes(passes, micro_batches, len(batch.micro_batches))
         finally:
             setup.module.end_passes()
         if self.options.autocast is not None and not self.rehearsing and not self.used_autocast:
@@ -447,7 +456,7 @@ class Training:
         exchange.finish_passes(sums.weight, sums.loss, setup.module.doubtful_total)
         if setup.layout.is_partitioned:
             setup.layout.sum_shared_gradients(setup.parameters)
-        return sums._replace(divisor=divisor, scale=scale)
+        return LossSums(sums.loss, sums.weight, divisor, scale)
 
     def choose_divisor(self, batch: Batch) -> float | None:
         """Choose by what the passes divide the sums of micro-batches.
@@ -567,7 +576,7 @@ class Training:
             totals = Totals(*numbers)
             stop_requests = max(Totals(*each[2:]).stop_requests for each in rank_numbers)
             totals = totals._replace(stop_requests=stop_requests)
-            sums = sums._replace(loss=loss, weight=weight)
+            sums = LossSums(loss, weight, sums.divisor, sums.scale)
         else:
             totals = check_totals(self.exchange)
         self.exchange.keep_weight_share(sums.weight / (totals.weight or 1.0))
@@ -582,9 +591,10 @@ class Training:
         # The first step frees the reference step's memory, and the whole model.
         if self.state.own_steps == 0:
             allocator.return_freed_memory()
-        own_sums = LossSums(sums.loss * sums.used_divisor, sums.weight)
-        for each in self.observers:
-            each.finish(batch, own_sums)
+        if self.observers:
+            own_sums = LossSums(sums.loss * sums.used_divisor, sums.weight)
+            for each in self.observers:
+                each.finish(batch, own_sums)
         self.state.count_step()
 
     # ---- what passes ask their host ----------------------------------------------------------
@@ -627,7 +637,7 @@ class Training:
     @property
     def is_plain(self) -> bool:
         """Whether one worker makes the steps of a plain loop: nothing is split or exchanged."""
-        return self.setup.full_world.size == 1 and self.state.division == Division()
+        return self.setup.full_world.size == 1 and self.state.is_undivided
 
     @property
     def seed(self) -> int:
@@ -655,7 +665,7 @@ class Training:
             strict=self.setup.refuses_new_draws,
             first_call=first_call,
             call_numbers=call_numbers,
-            has_all_samples=self.state.division == Division(),
+            has_all_samples=self.state.is_undivided,
         )
 
     def use_autocast(self) -> AbstractContextManager[Any]:
@@ -663,9 +673,7 @@ class Training:
         self.used_autocast = True
         is_off = self.options.autocast is None or self.rehearsing
         return (
-            contextlib.nullcontext()
-            if is_off
-            else torch.autocast(self.world.device.type, self.options.autocast)
+            NO_CONTEXT if is_off else torch.autocast(self.world.device.type, self.options.autocast)
         )
 
     # ---- the setup ---------------------------------------------------------------------------

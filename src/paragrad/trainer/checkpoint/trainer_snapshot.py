@@ -85,7 +85,9 @@ def save_snapshot(
         )
     with training.setup.use_effective_weights():
         snapshot = take_snapshot(training, identity, extra_state)
-        world.barrier()  # Every rank's record must contain the step of the checkpoint.
+        # Every rank's record must contain the step of the checkpoint.
+        training.log.flush()
+        world.barrier()
         if world.rank == 0:
             checkpoint.save_checkpoint(snapshot, folder, overwrite)
         world.barrier()

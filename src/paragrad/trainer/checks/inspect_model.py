@@ -201,7 +201,7 @@ def _repeat_first_sample(
         assert samples is not None
         return separate_target(
             convert_batch(
-                samples[batch.epoch, batch.sample_indices[:1] * count],
+                samples[batch.epoch, [int(batch.sample_indices[0])] * count],
                 training.world.device,
                 training.feed.dtype,
             )
