@@ -62,7 +62,10 @@ def test_compare_digits_as_json(tmp_path: Path) -> None:
     rows = {row["strategy"]: row for row in table["rows"]}
     assert list(rows) == SEVEN.split("; ")
     assert rows["serial"]["difference"] is None
-    assert rows["serial"]["speed_up"] == 1.0
+    assert table["speed_up_over"] == "plain PyTorch loop"
+    assert table["plain_pytorch"]["why"] is None
+    assert table["plain_pytorch"]["seconds_per_step"] > 0
+    assert table["serial"]["seconds_per_step"] == rows["serial"]["seconds_per_step"]
     digests = set()
     for name, row in rows.items():
         assert row["failure"] is None
@@ -117,6 +120,7 @@ def test_piped_compare_prints_rows_and_failed_rows(tmp_path: Path) -> None:
         "01-serial",
         "02-data-2-reduce-tree",
         "03-data-3",
+        "baseline-plain-PyTorch-loop",
         "baseline-serial-threads-1",
         "compare.jsonl",
         "page.html",

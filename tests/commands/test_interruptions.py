@@ -704,7 +704,13 @@ def test_interrupted_comparison_keeps_finished_rows(tmp_path: Path, status: str)
     """
     table = compare_and_stop(tmp_path, status)
     assert table.ending["status"] == status
-    assert table.missing == ["data(2)", "data(2, reduce=ring)", "baseline-serial-threads-1"]
+    assert table.missing == [
+        "data(2)",
+        "data(2, reduce=ring)",
+        "baseline-plain-PyTorch-loop",
+        "baseline-serial-threads-1",
+    ]
+    assert table.speed_baseline == "serial"
     assert table.rows[0].test is None
     assert table.rows[0].seconds_per_step
     assert f"the comparison was {status}; not done: data(2); data(2, reduce=ring)" in str(table)
@@ -713,6 +719,7 @@ def test_interrupted_comparison_keeps_finished_rows(tmp_path: Path, status: str)
     whole = pg.compare(JOB.replace(epochs=4), ROWS, runs=tmp_path, resume=table.folder)
     assert whole.folder == table.folder
     assert whole.missing == []
+    assert whole.speed_baseline == "plain PyTorch loop"
     assert "not done" not in str(whole)
     assert max(row.difference or 0.0 for row in whole.rows) <= 1e-10
     # the finished row was not trained again

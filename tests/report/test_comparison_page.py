@@ -185,11 +185,11 @@ def test_page_numbers_equal_the_record(comparison_folder: Path) -> None:
         "data(2, reduce=ring)",
         "rounding baseline",
     ]
-    all_threads, baseline = (
-        measure_step_time([Record(path) for path in comparison_folder.glob(pattern)])
-        for pattern in ("01-serial-seed-*", "baseline-serial-threads-1")
+    plain, baseline = (
+        measure_step_time([Record(comparison_folder / name)], first)
+        for name, first in (("baseline-plain-PyTorch-loop", 2), ("baseline-serial-threads-1", 1))
     )
-    assert all_threads
+    assert plain
     assert baseline
     comparison = [
         json.loads(line) for line in (comparison_folder / "compare.jsonl").read_text().splitlines()
@@ -216,9 +216,7 @@ def test_page_numbers_equal_the_record(comparison_folder: Path) -> None:
         times = measure_step_time(records)
         assert times
         assert float(row["ms/step"].rstrip("!")) == pytest.approx(step, abs=0.0051)
-        assert row["speed-up"].rstrip("!") == (
-            str(all_threads.divide_by(times)) if names[0] != "01-serial-seed-0" else "1.00x"
-        )
+        assert row["speed-up"].rstrip("!") == str(plain.divide_by(times))
         assert row["over 1 thread"].rstrip("!") == str(baseline.divide_by(times))
         assert row["parameters"].split() == [
             hashlib.sha256(
@@ -902,3 +900,105 @@ def test_noisy_speed_up_is_not_reported(tmp_path: Path) -> None:
     assert "unknown" in str(table)
     assert "unknown: the times of steps vary so much" in str(table)
     assert table.to_json()["rows"][1]["speed_up_between"] == pytest.approx([1.2, 47.0])
+
+
+# ---- what the speed-up is over ---------------------------------------------------------------
+def write_plain_run(folder: Path, seconds: float, end: Line | None = None) -> Table:
+    """Write the record of a plain PyTorch loop, like the first row's, and return the table."""
+    header = json.loads((folder / "00-0" / "run.jsonl").read_text().splitlines()[0])
+    header |= {"strategy": "plain PyTorch loop", "resolved": "plain PyTorch loop"}
+    finished = {"kind": "end", "status": "finished", "error": None}
+    lines = [
+        {
+            "kind": "step",
+            "epoch": 0,
+            "step": step,
+            "start": 5.0 + step,
+            "seconds": 9.0 if step < 2 else seconds,  # the first two do not count
+            "loss": [1.0, 1.0],
+            "order": [[0, 8]],
+            "sent": {},
+        }
+        for step in range(60)
+    ]
+    plain = folder / "baseline-plain-PyTorch-loop"
+    plain.mkdir()
+    for name, each in (("run.jsonl", [header, end or finished]), ("rank-0.jsonl", lines)):
+        (plain / name).write_text("".join(json.dumps(line) + "\n" for line in each))
+    return Table(folder)
+
+
+def test_speed_up_is_over_the_plain_loop(tmp_path: Path) -> None:
+    """Earlier, it was over paragrad's own serial, and the cost of serial flattered other rows."""
+    write_comparison(tmp_path, ["serial(threads=1)", "data(2)"], steps=60)
+    table = write_plain_run(tmp_path, 0.4)
+    assert [row.speed_up for row in table.rows] == pytest.approx([0.8, 0.8])
+    assert [row.speed_up_one_thread for row in table.rows] == [1.0, 1.0]
+    sentence = (
+        "speed-up: over a plain PyTorch loop with all 1 threads (400.00 ms/step); paragrad's "
+        "serial with all 1 threads takes 500.00 ms/step"
+    )
+    assert sentence in str(table).splitlines()
+    page = unescape(render_page(table))
+    assert sentence in page
+    assert "milliseconds per step of a plain PyTorch loop with all 1 threads, divided by" in page
+    found = table.to_json()
+    assert found["speed_up_over"] == "plain PyTorch loop"
+    assert found["plain_pytorch"] == {
+        "seconds_per_step": 0.4,
+        "seconds_per_step_between": [0.4, 0.4],
+        "why": None,
+    }
+    assert found["serial"] == {"seconds_per_step": 0.5, "seconds_per_step_between": [0.5, 0.5]}
+    assert found["rows"][1]["speed_up"] == pytest.approx(0.8)
+
+
+def test_speed_up_of_an_earlier_comparison_is_over_serial(tmp_path: Path) -> None:
+    table = write_comparison(tmp_path, ["serial(threads=1)", "data(2)"], steps=60)
+    assert [row.speed_up for row in table.rows] == [1.0, 1.0]
+    sentence = (
+        "speed-up: over serial with all 1 threads (500.00 ms/step), because this comparison has no "
+        "plain PyTorch loop"
+    )
+    assert sentence in str(table).splitlines()
+    assert "milliseconds per step of serial with all 1 threads" in render_page(table)
+    found = table.to_json()
+    assert found["speed_up_over"] == "serial"
+    assert found["plain_pytorch"] == {
+        "seconds_per_step": None,
+        "seconds_per_step_between": None,
+        "why": "this comparison has no plain PyTorch loop",
+    }
+
+
+@pytest.mark.parametrize(
+    ("end", "why"),
+    [
+        (
+            {
+                "kind": "end",
+                "status": "failed",
+                "error": {"rank": 0, "step": None, "tensor": None, "message": "out of luck"},
+            },
+            "the plain PyTorch loop failed: rank 0: out of luck",
+        ),
+        (
+            {"kind": "end", "status": "stopped", "error": None},
+            "the plain PyTorch loop did not finish",
+        ),
+    ],
+)
+def test_failed_plain_loop_gives_no_speed_up(tmp_path: Path, end: Line, why: str) -> None:
+    write_comparison(tmp_path, ["serial(threads=1)", "data(2)"], steps=60)
+    table = write_plain_run(tmp_path, 0.4, end)
+    assert table.rows[0].speed_up == 1.0
+    assert f"speed-up: over serial with all 1 threads (500.00 ms/step), because {why}" in str(table)
+
+
+def test_serial_without_steps_has_no_time_in_the_notes(tmp_path: Path) -> None:
+    write_comparison(tmp_path, ["data(2)"], steps=60)
+    assert "over serial with all 1 threads, because" in str(Table(tmp_path))
+    table = write_plain_run(tmp_path, 0.4)
+    assert table.rows[0].speed_up == pytest.approx(0.8)
+    assert "(400.00 ms/step)" in str(table).splitlines()[3]
+    assert "paragrad's serial" not in str(table)

@@ -17,6 +17,7 @@ from paragrad.engine.gradient_noise import explain_no_measurement
 from paragrad.errors import Interrupted, RankFailed, Refused, warn_user
 from paragrad.jobs.job import Job
 from paragrad.launch import Launcher
+from paragrad.loops.plain_pytorch import PLAIN_PYTORCH
 from paragrad.loops.synchronous import Progress
 from paragrad.record.record import Line, Record, Recorder, create_run_folder, read_lines
 from paragrad.report.comparison_page import write_page
@@ -42,7 +43,7 @@ from paragrad.validation.validate import (
     validate_run,
 )
 
-BASELINE_STEPS = 200  # steps of a serial run that is trained for its speed alone
+BASELINE_STEPS = 200  # steps of a run that is trained for its speed alone
 DISTANCE_STEPS = 100  # steps over which the page draws the distance from serial
 
 
@@ -277,7 +278,12 @@ def validate_rows(
     }
     # the rounding baseline is not as fast as plain serial
     timed_strategies = [row.resolved for row in rows if not row.settings.reverse]
-    return rows, [each for resolved, each in speed_runs.items() if resolved not in timed_strategies]
+    baselines = [each for resolved, each in speed_runs.items() if resolved not in timed_strategies]
+    # a plain PyTorch loop does not wait on purpose, as slowed rows do
+    if settings.slow is None and settings.pace is None:
+        all_threads = next(iter(speed_runs.values()))
+        baselines.insert(0, replace(all_threads, is_plain_pytorch=True))
+    return rows, baselines
 
 
 def drop_noise_scale(requested: str | Strategy, settings: Settings) -> Settings:
@@ -323,9 +329,14 @@ def _format_value_list(value: Any) -> str:
     return "; ".join(value) if isinstance(value, list) else str(value)
 
 
-def name_baseline_folder(row: ValidatedRun) -> str:
+def label_baseline(run: ValidatedRun) -> str:
+    """The name of a run that is made for its speed."""
+    return PLAIN_PYTORCH if run.is_plain_pytorch else str(run.resolved)
+
+
+def name_baseline_folder(run: ValidatedRun) -> str:
     """Name the folder of a run that is made for its speed."""
-    return f"baseline-{make_folder_name(row.resolved)}"
+    return f"baseline-{make_folder_name(label_baseline(run))}"
 
 
 @contextmanager
@@ -431,7 +442,7 @@ class ComparisonRun:
                 for row in baselines:
                     if not self.stop_request.is_set():
                         self.train_unless_finished(
-                            row, name_baseline_folder(row), f"{row.resolved}, for its speed"
+                            row, name_baseline_folder(row), f"{label_baseline(row)}, for its speed"
                         )
         except KeyboardInterrupt:
             return "interrupted", None

@@ -23,6 +23,7 @@ from paragrad.jobs.callback import Callback
 from paragrad.jobs.job import Job, accuracy
 from paragrad.launch import Launcher
 from paragrad.loops.failure_recovery import run_recoverable_training
+from paragrad.loops.plain_pytorch import PLAIN_PYTORCH, time_plain_pytorch
 from paragrad.loops.queue_coordinator import run_queue_training
 from paragrad.loops.rounds import RoundTraining
 from paragrad.loops.synchronous import Progress, train_rank
@@ -318,6 +319,8 @@ def train_on_ranks(
 
 def select_rank_function(validated_run: ValidatedRun) -> Callable[..., str]:
     """The function that every rank of a training runs."""
+    if validated_run.is_plain_pytorch:
+        return time_plain_pytorch
     return (
         train_rank
         if validated_run.rounds is None
@@ -470,8 +473,14 @@ def _write_run_header(record: Recorder, validated_run: ValidatedRun, folder: Pat
         schema=RECORD_SCHEMA,
         id=folder.name,
         date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        strategy=str(validated_run.requested),
-        resolved=str(validated_run.resolved),
+        **(
+            dict.fromkeys(("strategy", "resolved"), PLAIN_PYTORCH)
+            if validated_run.is_plain_pytorch
+            else {
+                "strategy": str(validated_run.requested),
+                "resolved": str(validated_run.resolved),
+            }
+        ),
         exact=validated_run.resolved.exact,
         hands_out=validated_run.resolved.uses_work_queue,
         seed=job.seed,
@@ -623,8 +632,8 @@ def _write_trace_file(validated_run: ValidatedRun, folder: Path, is_first: bool 
         chrome_trace.write_trace(Record(folder), Path(validated_run.settings.trace))
 
 
-def make_folder_name(chosen: Strategy) -> str:
-    """A strategy as part of a folder's name."""
+def make_folder_name(chosen: Strategy | str) -> str:
+    """A strategy, or another name, as part of a folder's name."""
     cleaned = "".join(sign if sign.isalnum() or sign in "_." else "-" for sign in str(chosen))
     return "-".join(part for part in cleaned.split("-") if part)
 

@@ -69,11 +69,13 @@ Waiting: The lines of steps are in the file within a second (STEP_DELAY). Any ot
 checkpoint, write those that wait before it. So does the end of the process, unless it is killed. A
 worker that others can replace writes each step at once, because its samples count after its death.
 
-Other rules: Of a worker that joined from elsewhere, only the steps are recorded; they end when the
-worker reports it. If clients train in rounds, an epoch is a round and a step is a batch of one
-client. `order` is then the order of all clients of the round. `unit` is the unit of the test value
-(% or empty). `load` is the mean number of busy or waiting threads of the host in the minute before
-the run, or null if unknown. A record without an `end` line belongs to a run that died.
+Other rules: If `compare` times a plain PyTorch loop, that is the `strategy` and `resolved` of the
+run. It has step and cpu lines only, and the weight of its loss is 1. Of a worker that joined from
+elsewhere, only the steps are recorded; they end when the worker reports it. If clients train in
+rounds, an epoch is a round and a step is a batch of one client. `order` is then the order of all
+clients of the round. `unit` is the unit of the test value (% or empty). `load` is the mean number
+of busy or waiting threads of the host in the minute before the run, or null if unknown. A record
+without an `end` line belongs to a run that died.
 """
 
 from __future__ import annotations

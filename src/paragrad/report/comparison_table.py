@@ -10,6 +10,7 @@ from rich.box import SIMPLE_HEAVY
 from rich.console import Console
 from rich.table import Table as Drawn
 
+from paragrad.loops.plain_pytorch import PLAIN_PYTORCH
 from paragrad.record.record import Line
 from paragrad.report.results import ComparisonResults, ComparisonRow
 from paragrad.report.run import format_test_value
@@ -266,7 +267,7 @@ def format_cells(table: ComparisonResults, row: ComparisonRow) -> list[str]:
     Returns:
         The cells.
     """
-    if row.seconds_per_step is None:
+    if row.times is None:
         return [
             row.strategy,
             f"failed: {row.failure}" if row.resolved else "not run",
@@ -280,7 +281,7 @@ def format_cells(table: ComparisonResults, row: ComparisonRow) -> list[str]:
         row.strategy,
         _format_test(table, row),
         *(_format_goal(table, row) if table.until else []),
-        _format_milliseconds(row),
+        _format_milliseconds(row.times),
         _format_speed_up(row.faster),
         _format_speed_up(row.faster_than_one_thread),
         format_sent_bytes(row.sent),
@@ -367,8 +368,8 @@ def format_bytes(number: float) -> str:
     return f"{number:,.1f} GB"
 
 
-def _format_milliseconds(row: ComparisonRow) -> str:
-    return f"{1e3 * (row.seconds_per_step or 0.0):.2f}{_get_crowded_mark(row.times)}"
+def _format_milliseconds(times: StepTime) -> str:
+    return f"{1e3 * times.seconds:.2f}{_get_crowded_mark(times)}"
 
 
 def _format_speed_up(faster: SpeedUp | None) -> str:
@@ -384,6 +385,29 @@ def _get_crowded_mark(told: StepTime | SpeedUp | None) -> str:
     return "!" if told and told.crowded else ""
 
 
+def describe_speed_baseline(table: ComparisonResults) -> str:
+    """Describe what the speed-ups are over, and what serial takes.
+
+    Args:
+        table: The comparison.
+
+    Returns:
+        The sentence.
+    """
+    threads = f"all {table.machine['cores']} threads"
+    serial_time = table.serial_time and f"{_format_milliseconds(table.serial_time)} ms/step"
+    if table.plain_time is None:
+        return (
+            f"speed-up: over serial with {threads}{f' ({serial_time})' if serial_time else ''}, "
+            f"because {table.explain_no_plain_time()}"
+        )
+    return (
+        f"speed-up: over a {PLAIN_PYTORCH} with {threads} "
+        f"({_format_milliseconds(table.plain_time)} ms/step)"
+        + (f"; paragrad's serial with {threads} takes {serial_time}" if serial_time else "")
+    )
+
+
 def list_timing_doubts(table: ComparisonResults) -> list[str]:
     """List why some times and ratios are doubtful or not shown.
 
@@ -395,6 +419,7 @@ def list_timing_doubts(table: ComparisonResults) -> list[str]:
     """
     step_times = [
         *(row.times for row in table.rows),
+        table.plain_time,
         *(found for _, found in table.serial_times.values()),
     ]
     loads = [each.load for each in step_times if each and each.load and each.crowded]
@@ -429,8 +454,8 @@ def list_timing_doubts(table: ComparisonResults) -> list[str]:
         )
     if any(each.finite_bounds is None for each in ratios):
         sentences.append(
-            f"- as speed-up: the strategy made fewer than {MIN_BLOCKS} steps after its first, too "
-            "few for a speed-up"
+            f"- as speed-up: fewer than {MIN_BLOCKS} steps were timed, too few for a speed-up; the "
+            "first ones warm up and do not count"
         )
     return sentences
 
@@ -459,8 +484,9 @@ def list_notes(table: ComparisonResults) -> list[str]:
     lines += [
         f"machine: {machine['cores']} cores, {machine['cpu']}, torch {machine['torch']}, Python "
         f"{machine['python']}",
-        f"speed-up: compared with serial with all {machine['cores']} threads; difference: from "
-        "serial in float64 over 20 steps; parameters: digest of the final parameters",
+        describe_speed_baseline(table),
+        "difference: from serial in float64 over 20 steps; parameters: digest of the final "
+        "parameters",
     ]
     lines += list_timing_doubts(table)
     if any(row.seeds > 1 for row in table.rows):

@@ -6,6 +6,7 @@ from datetime import datetime
 from typing import Any
 
 from paragrad.jobs.find_job import JOBS
+from paragrad.loops.plain_pytorch import PLAIN_PYTORCH
 from paragrad.record.record import ENDED_EARLY, Line, Record
 from paragrad.report.comparison_table import (
     format_cells,
@@ -84,6 +85,10 @@ def count_strategies(table: ComparisonResults) -> str:
     return "1 strategy" if count == 1 else f"{count} strategies"
 
 
+def _name_speed_baseline(table: ComparisonResults) -> str:
+    return "serial" if table.plain_time is None else f"a {PLAIN_PYTORCH}"
+
+
 def _format_count(count: int, thing: str) -> str:
     return f"{count} {thing}{'' if count == 1 else 's'}"
 
@@ -109,8 +114,8 @@ def define_columns(table: ComparisonResults) -> list[tuple[str, str]]:
         "workers step independently (asp, ssp, backup workers, clients), of all workers together"
         + ("; median over seeds" if has_several_seeds else "")
         + "; the charts over seconds use this value for every step",
-        "speed-up": f"milliseconds per step of serial with all {table.machine['cores']} threads, "
-        f"divided by the strategy's",
+        "speed-up": f"milliseconds per step of {_name_speed_baseline(table)} with all "
+        f"{table.machine['cores']} threads, divided by the strategy's",
         "over 1 thread": "the same, compared with serial with one thread",
         "sent/rank/step": "bytes of payload that a rank sends in a step, by kind; of the rank "
         "and step that sent most",

@@ -10,6 +10,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from paragrad.errors import RankFailed
+from paragrad.loops.plain_pytorch import PLAIN_PYTORCH, UNTIMED_STEPS
 from paragrad.record.record import Line, Record, read_lines
 from paragrad.report.timing import NO_SPEED_UP, SpeedUp, StepTime, measure_step_time
 from paragrad.strategies.serial import Serial
@@ -51,7 +52,8 @@ class ComparisonRow:
 
         times: The time of a step.
 
-        faster: The speed-up over serial with all threads.
+        faster: The speed-up over a plain PyTorch loop with all threads, or over serial
+            (`ComparisonResults.speed_baseline`).
 
         faster_than_one_thread: The speed-up over serial with one thread.
 
@@ -113,7 +115,7 @@ class ComparisonRow:
 
     @property
     def speed_up(self) -> float | None:
-        """The speed-up over serial with all threads, or None if it may be noise."""
+        """The speed-up over a plain PyTorch loop or serial, or None if it may be noise."""
         return self.faster.value if self.faster and self.faster.is_significant else None
 
     @property
@@ -195,6 +197,47 @@ class ComparisonResults:
         return times
 
     @cached_property
+    def plain_record(self) -> Record | None:
+        """The record of the plain PyTorch loop, or None if it did not start."""
+        return next(
+            (
+                record
+                for record in self.records.values()
+                if record.header["resolved"] == PLAIN_PYTORCH
+            ),
+            None,
+        )
+
+    @cached_property
+    def plain_time(self) -> StepTime | None:
+        """The time per step of the plain PyTorch loop with all threads; None unless it finished."""
+        if self.plain_record is None or not self.plain_record.finished:
+            return None
+        return measure_step_time([self.plain_record], UNTIMED_STEPS)
+
+    @property
+    def serial_time(self) -> StepTime | None:
+        """The time per step of plain serial with all threads, or None if it made no step."""
+        return self.serial_times[int(self.machine["cores"])][1]
+
+    @property
+    def speed_baseline(self) -> str:
+        """What the speed-ups are over: a plain PyTorch loop, or else serial."""
+        return "serial" if self.plain_time is None else PLAIN_PYTORCH
+
+    def explain_no_plain_time(self) -> str:
+        """Explain why there is no time of a plain PyTorch loop."""
+        settings = self.header.get("settings", {})
+        if self.plain_record is not None:
+            error = (self.plain_record.end or {}).get("error")
+            return f"the {PLAIN_PYTORCH} " + (
+                f"failed: {RankFailed(**error)}" if error else "did not finish"
+            )
+        if "slow" in settings or "pace" in settings:
+            return f"the ranks are slowed on purpose, and a {PLAIN_PYTORCH} is not"
+        return f"this comparison has no {PLAIN_PYTORCH}"
+
+    @cached_property
     def ending(self) -> Line:
         """How the comparison last ended: {"status", "error"}.
 
@@ -213,7 +256,7 @@ class ComparisonResults:
 
     @property
     def missing(self) -> list[str]:
-        """The strategies with unfinished rows, and the unfinished serial runs for speed-ups."""
+        """The strategies with unfinished rows, and the unfinished runs for speed-ups."""
         unfinished_baselines = [
             name
             for name in self.comparison_line.get("baselines", [])
@@ -287,14 +330,28 @@ class ComparisonResults:
             The values, by name.
         """
         return {
-            "schema": 3,
+            "schema": 4,
             "job": self.job,
             "metric": self.metric,
             "until": self.until,
             "folder": str(self.folder),
             "machine": self.machine,
+            "speed_up_over": self.speed_baseline,
+            "plain_pytorch": {
+                **_convert_step_time(self.plain_time),
+                "why": self.explain_no_plain_time() if self.plain_time is None else None,
+            },
+            "serial": _convert_step_time(self.serial_time),
             "rows": [row.to_json() for row in self.rows],
         }
+
+
+def _convert_step_time(times: StepTime | None) -> Line:
+    """Convert a time per step to plain JSON."""
+    return {
+        "seconds_per_step": times and times.seconds,
+        "seconds_per_step_between": times and times.finite_bounds,
+    }
 
 
 def list_row_names(comparison_line: Line) -> list[str]:
@@ -349,8 +406,8 @@ def _build_row(results: ComparisonResults, strategy: str, names: list[str]) -> C
         test=fmean(tests) if tests else None,
         spread=stdev(tests) if len(tests) > 1 else None,
         times=step_time,
-        faster=_compute_speed_up(results, names[0], compared_time, int(results.machine["cores"])),
-        faster_than_one_thread=_compute_speed_up(results, names[0], compared_time, 1),
+        faster=_compute_speed_up(results, names[0], compared_time),
+        faster_than_one_thread=_compute_serial_speed_up(results, names[0], compared_time, 1),
         sent=records[0].sent_per_step,
         memory=records[0].memory,
         fullest=records[0].fullest,
@@ -367,6 +424,15 @@ def _build_row(results: ComparisonResults, strategy: str, names: list[str]) -> C
 
 
 def _compute_speed_up(
+    results: ComparisonResults, name: str, taken: StepTime | None
+) -> SpeedUp | None:
+    """The speed-up over a plain PyTorch loop with all threads, or else over such a serial."""
+    if results.plain_time is None:
+        return _compute_serial_speed_up(results, name, taken, int(results.machine["cores"]))
+    return None if taken is None else results.plain_time.divide_by(taken)
+
+
+def _compute_serial_speed_up(
     results: ComparisonResults, name: str, taken: StepTime | None, threads: int
 ) -> SpeedUp | None:
     """The speed-up over plain serial with some threads; exactly 1 for that row itself."""

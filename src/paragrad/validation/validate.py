@@ -97,6 +97,9 @@ class ValidatedRun:
         batch_reason: Why the batch has its size, if it was searched for (`commands.fit_batch`).
 
         labels: The class of every sample, if samples are assigned to clients by class.
+
+        is_plain_pytorch: Whether a plain PyTorch loop trains the job, without strategy and tests,
+            for the time of its steps.
     """
 
     job: Job
@@ -110,6 +113,7 @@ class ValidatedRun:
     trial_result: str | None = None
     batch_reason: str | None = None
     labels: Any = None
+    is_plain_pytorch: bool = False
 
     @functools.cached_property
     def rounds(self) -> ClientRounds | None:
