@@ -194,6 +194,8 @@ class ProgramRun:
         self.posts = posts or len(actions)
         self.compute = compute or refuse_compute
         self.report_message = report_message
+        # dist.isend and dist.irecv call these, after questions that take longer than a message
+        self.group = world.group or dist.group.WORLD
         self.schedule_number = next(world.schedule_numbers)
         self.timeout = timedelta(seconds=world.timeout)
         self.position = 0
@@ -294,7 +296,7 @@ class ProgramRun:
             elif isinstance(previous, Send) and previous.to != action.to:
                 self.finish_sends(self.touched_parts[self.position - 1])
         start = time.monotonic()
-        work = dist.isend(tensor, group=self.world.group, group_dst=action.to)
+        work = self.group.send([view_real(tensor)], action.to, 0)
         if self.report_message:
             self.report_message(action, "send", start, time.monotonic() - start, tensor.nbytes)
         self.sent_bytes += tensor.nbytes
@@ -349,8 +351,8 @@ class ProgramRun:
                         return
                     buffer = torch.empty_like(slot)
                     self.scratch_bytes += slot.nbytes
-                work = dist.irecv(
-                    slot if buffer is None else buffer, group=self.world.group, group_src=action.frm
+                work = self.group.recv(
+                    [view_real(slot if buffer is None else buffer)], action.frm, 0
                 )
                 self.posted_receives.append((action, work, buffer))
             for part in parts:
@@ -432,6 +434,15 @@ class ProgramRun:
         if isinstance(action, Send):
             return replace(action, to=names[action.to])
         return replace(action, frm=names[action.frm]) if isinstance(action, Recv) else action
+
+
+def view_real(tensor: Tensor) -> Tensor:
+    """View complex numbers as pairs of real ones, which every backend sends.
+
+    Args:
+        tensor: The tensor.
+    """
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def refuse_compute(action: Compute) -> None:

@@ -526,9 +526,7 @@ class TrainingLoop(BatchLoop[int]):
         now, steps = self.record.now(), self.trainer.steps
         if now - self.last_report_time > 0.1 or steps == self.steps:
             self.last_report_time = now
-            self.report_progress(
-                {"epoch": epoch, "step": steps, "steps": self.steps, "loss": loss}
-            )
+            self.report_progress({"epoch": epoch, "step": steps, "steps": self.steps, "loss": loss})
 
     def resume_from_checkpoint(self, saved: SavedCheckpoint) -> None:
         """Resume from a checkpoint, after a check that every rank has the same one.

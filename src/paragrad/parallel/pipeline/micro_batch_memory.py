@@ -185,7 +185,9 @@ def count_boundary_bytes(passes: PipelinePasses, inputs: Any) -> Iterator[int]:
     Yields:
         Bytes for each stage; 0 for the first one.
     """
-    messages = StageMessages([passes.stage_module.stage_forward.find_plan(inputs)], passes.axis)
+    messages = StageMessages(
+        [passes.stage_module.stage_forward.find_plan(inputs)], passes.axis, passes.message_buffers
+    )
     yield from (
         messages[f"x{stage}.0"].nbytes if stage else 0 for stage in range(passes.stage_count)
     )
@@ -228,7 +230,7 @@ def measure_stages(passes: PipelinePasses, micro_batch: MicroBatchInputs) -> Ite
             meter = ActivationMeter(excluded)
             step.use_meter(meter)
             meters.append(meter)
-            message = step.messages.buffers.get(f"x{stage}.0")
+            buffer = step.messages.buffers.get(f"x{stage}.0")
             step.run_forward(stage, 0)
             batch_copy[stage] = sum(
                 size
@@ -236,9 +238,10 @@ def measure_stages(passes: PipelinePasses, micro_batch: MicroBatchInputs) -> Ite
                 if address in meter.reference_counts
             )
             saved[stage] = meter.current_bytes - batch_copy[stage]
-            if message is not None:
-                input_message[stage] = message.nbytes
-                shared_with_message[stage] = message.nbytes if meter.is_tracked(message) else 0
+            if buffer is not None:
+                size = buffer.bytes.nbytes
+                input_message[stage] = size
+                shared_with_message[stage] = size if meter.is_tracked(buffer.bytes) else 0
         for stage in range(stages - 1, passes.stage_module.first_trained - 1, -1):
             meters[stage].forget_peak()
             step.run_backward(stage, 0)

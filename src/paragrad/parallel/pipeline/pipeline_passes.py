@@ -6,7 +6,8 @@ A schedule gives the order. Messages to users call a stage a part.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from paragrad.datasets.loading import clone_batch, list_batch_tensors
 from paragrad.engine.activation_meter import ActivationMeter
-from paragrad.engine.exchange import Exchange
+from paragrad.engine.exchange import NO_CONTEXT, Exchange
 from paragrad.engine.passes import LossSums, Passes, PassesHost, refuse_changed_in_backward
 from paragrad.engine.rng.draws import CallNumbers, key_test_draws
 from paragrad.engine.state.preserve_state import (
@@ -32,14 +33,20 @@ from paragrad.parallel.pipeline.python_state import collect_outer_owners, refuse
 from paragrad.parallel.pipeline.rank_program import RankProgram
 from paragrad.parallel.pipeline.split_backward import DeferredWeightGradients
 from paragrad.parallel.pipeline.stage import StageModule
-from paragrad.parallel.pipeline.stage_messages import StageMessages
-from paragrad.parallel.tracing.crossing_plan import CrossingPlan
+from paragrad.parallel.pipeline.stage_messages import MessageBuffers, StageMessages
+from paragrad.parallel.tracing.crossing_plan import Crossing, CrossingPlan
 from paragrad.parallel.tracing.stage_forward import attach_received
 from paragrad.parallel.tracing.tracer import find_tensors, hook_module_calls
 from paragrad.schedules.actions import Compute, Recv, Send, Slot
 from paragrad.schedules.pipeline import MicroBatchSchedule
 from paragrad.strategies.pipeline import PartitionedStrategy
 from paragrad.strategies.shares import MicroBatch
+
+LEAF_WRITTEN = "leaf Variable that requires grad"  # in what torch says of it
+LATE_WRITE = (
+    "a part of the model changes in place what it receives from the part before, which it did not "
+    "do in its first forward; let it change a copy, or do so in every forward"
+)
 
 
 class PipelinePasses(Passes):
@@ -74,7 +81,9 @@ class PipelinePasses(Passes):
         programs: The programs of this rank, by number of micro-batches with samples and first
             trained stage.
 
-        gradient_hooks: The hooks that report final gradients.
+        message_buffers: The memory of messages.
+
+        gradient_hooks: The hooks that report final gradients, if the exchange wants to know.
     """
 
     def __init__(self, strategy: PartitionedStrategy, host: PassesHost, exchange: Exchange) -> None:
@@ -94,10 +103,11 @@ class PipelinePasses(Passes):
         self.outer_owners = collect_outer_owners(stage_module.stage_forward)
         self.last_plan: CrossingPlan | None = None
         self.programs: dict[tuple[int, int], RankProgram] = {}
+        self.message_buffers = MessageBuffers(self.axis.transport_device)
         self.gradient_hooks = [
             parameter.register_post_accumulate_grad_hook(self._mark_ready)
             for parameter in stage_module.parameters()
-            if parameter.requires_grad
+            if parameter.requires_grad and type(exchange).mark_ready is not Exchange.mark_ready
         ]
 
     def find_program(self, count: int, first_trained_stage: int) -> RankProgram:
@@ -173,7 +183,7 @@ class PipelinePasses(Passes):
         self.last_plan = step.plans[count - 1]
         if step.rank_program.splits_backward and not self.has_reported_deferral:
             self.report_deferred_share()
-        return step.loss_sums
+        return LossSums(step.loss, step.weight)
 
     def report_deferred_share(self) -> None:
         """Report which share of this rank's parameters the split backward could defer."""
@@ -211,14 +221,30 @@ class PendingBackward:
         ends: For each tensor that crosses and gets a gradient, its edge in the graph; its values
             are gone.
 
-        gradients: The gradients of received tensors, once the backward has computed them.
+        leaves: The received tensors, if they are leaves of the graph.
+
+        gradients: Otherwise the gradients of received tensors, once the backward has computed them.
 
         loss: The loss, on the last stage.
     """
 
     ends: list[GradientEdge | None]
+    leaves: list[Tensor]
     gradients: list[Tensor | None]
     loss: Tensor | None = None
+
+    def list_gradients(self, crossing: Sequence[Crossing]) -> list[Tensor | None]:
+        """List the gradients to send, of those tensors that have gradients.
+
+        Args:
+            crossing: The received tensors.
+        """
+        gradients = [each.grad for each in self.leaves] or self.gradients or [None] * len(crossing)
+        return [
+            gradient
+            for each, gradient in zip(crossing, gradients, strict=True)
+            if each.has_gradient
+        ]
 
 
 class PipelineStep:
@@ -252,7 +278,11 @@ class PipelineStep:
 
         messages: The messages between stages.
 
-        loss_sums: The sums of losses and weights so far.
+        batch_norm: The batch norms of the training, or no context in a test.
+
+        loss: The sum of losses so far.
+
+        weight: The sum of their weights so far.
 
         outputs: In a test, the output of each micro-batch.
 
@@ -293,11 +323,15 @@ class PipelineStep:
         self.axis = passes.axis
         with self.host.use_autocast(), self.host.batch_norm.use_probe_mode():
             self.plans = self.stage_forward.find_plans([inputs for _, inputs, _ in filled])
+        self.batch_norm: AbstractContextManager[Any] = (
+            self.host.batch_norm if training else NO_CONTEXT
+        )
         self.meter = passes.activation_meter
         if self.meter is not None:
             self.meter.exclude_tensors(list_batch_tensors([each[1:] for each in filled]))
-        self.messages = StageMessages(self.plans, self.axis, self.meter)
-        self.loss_sums = LossSums()
+        self.messages = StageMessages(self.plans, self.axis, passes.message_buffers, self.meter)
+        self.loss = 0.0
+        self.weight = 0.0
         self.outputs: dict[int, Any] = {}
         self.first_trained_stage = rank_program.micro_batch_schedule.first_trained_stage
         self.remaining_backwards = rank_program.backward_count
@@ -329,6 +363,7 @@ class PipelineStep:
                 stack.enter_context(self.stage_forward.fix_model_tensors())
             program_run.play_program()
         self.program_run = None
+        self.messages.close()
         self.passes.set_last_backward(is_last=False)
         self.passes.exchange.count_bytes("activations", program_run.sent_bytes, computed=False)
 
@@ -362,10 +397,11 @@ class PipelineStep:
         """Run a forward, a backward, or a half of one."""
         task = self.rank_program.tasks[action]
         self.release_messages(task.arrived_messages)
+        log = self.host.log
         with (
-            self.host.log.record_span(task.label, "compute")
-            if self.training
-            else contextlib.nullcontext()
+            log.record_span(task.label, "compute")
+            if self.training and log.is_recorded
+            else NO_CONTEXT
         ):
             if task.what == "F":
                 self.run_forward(task.stage, task.micro)
@@ -375,8 +411,9 @@ class PipelineStep:
             self.passes.set_last_backward(self.remaining_backwards == 0 and task.what != "W")
             if task.what == "W":
                 # a module may recompute
-                with self.use_micro_batch_state(task.stage, task.micro):
+                with self.key_draws(task.stage, task.micro), self.batch_norm:
                     self.deferred_weights.pop((task.stage, task.micro)).compute_weight_gradients()
+                self.messages.free_graph(f"x{task.stage}.{task.micro}")
             else:
                 self.run_backward(task.stage, task.micro)
 
@@ -401,8 +438,10 @@ class PipelineStep:
         # the model may compute the loss itself
         has_graph = torch.is_grad_enabled() and not recomputes and (keeps_backward or is_last)
         with (
-            torch.set_grad_enabled(has_graph),
-            contextlib.nullcontext()
+            NO_CONTEXT
+            if torch.is_grad_enabled() == has_graph
+            else torch.set_grad_enabled(has_graph),
+            NO_CONTEXT
             if number < self.real_count
             else undo_forward_effects(self.stage_forward.model),
         ):
@@ -412,15 +451,15 @@ class PipelineStep:
             self.messages.write_message(f"x{stage + 1}.{number}", outgoing)
         if keeps_backward and not recomputes:
             self.pending_backwards[stage, number] = pending
+        del pending, received  # otherwise they use the message
         if not recomputes:
-            self.messages.forget_message(slot)
+            self.messages.forget_message(slot, is_in_graph=keeps_backward)
 
     def add_loss(self, pending: PendingBackward, weight: float) -> None:
         """Add the loss of a micro-batch, if the stage has it."""
         if pending.loss is not None:
-            self.loss_sums = LossSums(
-                self.loss_sums.loss + float(pending.loss.detach()), self.loss_sums.weight + weight
-            )
+            self.loss += pending.loss.item()
+            self.weight += weight
 
     def run_stage(
         self, stage: int, number: int, received: list[Tensor]
@@ -436,8 +475,8 @@ class PipelineStep:
             (tensors that cross to the next stage, what the backward needs, weight of the loss).
 
         Raises:
-            StepFailed: The stage draws more or less than when the model was cut, or the loss reads
-                parameters of another rank.
+            StepFailed: The stage draws more or less than when the model was cut, or changes what it
+                receives as it did not before; or the loss reads parameters of another rank.
         """
         (micro, inputs, target), host, is_last = (
             self.micro_batches[number],
@@ -456,24 +495,40 @@ class PipelineStep:
         outgoing = [] if is_last else plan.crossing[stage]
         # In a test no gradient is sent. But a loss may be weighted by its graph, which begins with
         # the received tensors.
-        received, gradients = attach_received(
-            received,
-            [each.has_gradient and (stage > trained or not self.training) for each in incoming],
-        )
+        wants_gradients = [
+            each.has_gradient and (stage > trained or not self.training) for each in incoming
+        ]
+        leaves: list[Tensor] = []
+        gradients: list[Tensor | None] = []
+        versions: list[int] | None = None
+        if stage in plan.reading_stages:
+            leaves = received
+            for each, wanted in zip(received, wants_gradients, strict=True):
+                each.requires_grad_(wanted)
+        else:
+            received, gradients = attach_received(received, wants_gradients)
+            versions = [each._version for each in received]
         loss = None
         weight = 0.0
-        deferred = contextlib.nullcontext()
+        deferred: AbstractContextManager[Any] = NO_CONTEXT
         if self.rank_program.splits_backward and torch.is_grad_enabled():
-            deferred = DeferredWeightGradients(self.passes.deferred_ids, self.meter)
-            self.deferred_weights[stage, number] = deferred
+            deferred = self.deferred_weights[stage, number] = DeferredWeightGradients(
+                self.passes.deferred_ids, self.meter
+            )
         self.drawn_calls[stage, number] = {}
         with (
-            self.use_micro_batch_state(stage, number),
+            self.key_draws(stage, number),
+            self.batch_norm,
             host.use_autocast(),
-            self.meter_activations(),
+            NO_CONTEXT if self.meter is None else self.meter.count_saved_tensors(),
         ):
             with deferred:
-                sent, out = self.stage_forward.run_stage(inputs, stage, plan, received)
+                try:
+                    sent, out = self.stage_forward.run_stage(inputs, stage, plan, received)
+                except RuntimeError as error:
+                    if leaves and LEAF_WRITTEN in str(error):
+                        raise StepFailed(LATE_WRITE) from error
+                    raise
             self.refuse_other_draws(stage, number)
             # the graph of the loss shows over what it takes the mean
             if is_last and self.training and not (recomputes and not torch.is_grad_enabled()):
@@ -488,6 +543,8 @@ class PipelineStep:
                         tensor="loss",
                     )
                 loss, weight = host.module.share_loss(value, target, len(micro.positions))
+        if versions == [each._version for each in received] and torch.is_grad_enabled():
+            plan.reading_stages.add(stage)
         if is_last and not self.training:
             self.outputs[number] = out
         ends = [
@@ -495,7 +552,7 @@ class PipelineStep:
             for crossing, each in zip(outgoing, sent, strict=True)
             if crossing.has_gradient
         ]
-        return sent, PendingBackward(ends, gradients, loss), weight
+        return sent, PendingBackward(ends, leaves, gradients, loss), weight
 
     def refuse_other_draws(self, stage: int, number: int) -> None:
         """Refuse a forward that draws more or less often than when the model was cut.
@@ -514,29 +571,36 @@ class PipelineStep:
                 "draw equally often in every forward, or train it with data(n)"
             )
 
-    def meter_activations(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which the meter counts saved tensors."""
-        return self.meter.count_saved_tensors() if self.meter else contextlib.nullcontext()
+    def key_draws(self, stage: int, number: int) -> AbstractContextManager[Any]:
+        """Return the context for the draws of a micro-batch during a forward or a backward.
 
-    @contextlib.contextmanager
-    def use_micro_batch_state(self, stage: int, number: int) -> Iterator[None]:
-        """Use the draws of these samples during a forward or backward.
-
-        In training, their batch norms are used too.
+        In training, the batch norms are told of the micro-batch too.
         """
         micro = self.micro_batches[number][0]
         first_call = self.passes.stage_module.draw_ranges[stage].start
         host = self.host
         if not self.training:
-            with key_test_draws(host.draws, host.seed, micro.places, first_call):
-                yield
-        else:
-            host.batch_norm.start_micro_batch(len(micro.positions))
-            with (
-                host.key_draws(micro, first_call, self.drawn_calls[stage, number]),
-                host.batch_norm,
-            ):
-                yield
+            return key_test_draws(host.draws, host.seed, micro.places, first_call)
+        host.batch_norm.start_micro_batch(len(micro.positions))
+        return host.key_draws(micro, first_call, self.drawn_calls[stage, number])
+
+    @staticmethod
+    def backpropagate(
+        ends: Sequence[GradientEdge | None], gradients: Sequence[Tensor | None]
+    ) -> None:
+        """Run the backward from the tensors that crossed and have a gradient.
+
+        Args:
+            ends: The edges of the tensors in the graph.
+            gradients: Their gradients.
+        """
+        existing = [
+            (end, gradient)
+            for end, gradient in zip(ends, gradients, strict=True)
+            if end is not None and gradient is not None
+        ]
+        if existing:
+            torch.autograd.backward(*zip(*existing, strict=True))
 
     def run_backward(self, stage: int, number: int) -> None:
         """Run the backward of a stage for a micro-batch, after its forward if it is recomputed."""
@@ -548,36 +612,23 @@ class PipelineStep:
                     stage, number, self.messages.read_message(slot) if stage else []
                 )
             self.add_loss(self.pending_backwards[stage, number], weight)
-            self.messages.forget_message(slot)
+            self.messages.forget_message(slot, is_in_graph=True)
         pending = self.pending_backwards.pop((stage, number))
         with (
-            self.use_micro_batch_state(stage, number),
+            self.key_draws(stage, number),
+            self.batch_norm,
             refuse_changed_in_backward(self.host.watched_parameters),
         ):
             if pending.loss is not None:
                 pending.loss.backward()
-            else:
-                edges_and_gradients = zip(
-                    pending.ends,
-                    self.messages.read_gradients(gradient_slot) if pending.ends else (),
-                    strict=True,
-                )
-                if existing := [
-                    (end, gradient)
-                    for end, gradient in edges_and_gradients
-                    if end is not None and gradient is not None
-                ]:
-                    torch.autograd.backward(*zip(*existing, strict=True))
+            elif pending.ends:
+                self.backpropagate(pending.ends, self.messages.read_gradients(gradient_slot))
         self.messages.forget_message(gradient_slot)
         if stage > self.first_trained_stage:
-            crossing = self.plans[number].crossing[stage - 1]
             self.messages.write_message(
                 f"g{stage}.{number}",
-                [
-                    gradient
-                    for each, gradient in zip(
-                        crossing, pending.gradients or [None] * len(crossing), strict=True
-                    )
-                    if each.has_gradient
-                ],
+                pending.list_gradients(self.plans[number].crossing[stage - 1]),
             )
+        del pending  # the graph
+        if not self.rank_program.splits_backward:
+            self.messages.free_graph(slot)

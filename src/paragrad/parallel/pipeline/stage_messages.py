@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -76,6 +77,91 @@ class MessageLayout:
         return message[self.flags_start : self.flags_start + len(self.crossing)]
 
 
+class MessageBuffer:
+    """The memory of a message, with the views of its tensors, which are made once.
+
+    Args:
+        layout: The layout of the message.
+
+        device: The device from which the backend sends.
+
+    Attributes:
+        layout: As the argument.
+
+        bytes: The bytes of the message.
+
+        tensors: The views of its tensors.
+
+        flags: The view of the flags of gradients.
+
+        own_uses: How many tensors of this object use the memory.
+    """
+
+    __slots__ = ("bytes", "flags", "layout", "own_uses", "tensors")
+
+    def __init__(self, layout: MessageLayout, device: torch.device) -> None:
+        self.layout = layout
+        self.bytes = torch.empty(layout.size, dtype=torch.uint8, device=device)
+        self.tensors = layout.view_tensors(self.bytes)
+        self.flags = layout.view_flags(self.bytes)
+        self.own_uses = self._count_uses()
+
+    @property
+    def is_used_elsewhere(self) -> bool:
+        """Whether another tensor uses the memory: a graph keeps it, or the model does."""
+        return self._count_uses() > self.own_uses
+
+    def _count_uses(self) -> int:
+        return torch._C._storage_Use_Count(self.bytes.untyped_storage()._cdata)
+
+
+class MessageBuffers:
+    """The memory of messages, which stays from step to step.
+
+    Otherwise every message would be memory that the system has to give and to clear.
+
+    Args:
+        device: The device from which the backend sends.
+
+    Attributes:
+        device: As the argument.
+
+        free: The buffers that no message uses, by the identity of their layout.
+
+        used_layouts: The layouts of the messages since the last `drop_unused`, by identity.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.free: dict[int, list[MessageBuffer]] = {}
+        self.used_layouts: set[int] = set()
+
+    def take_buffer(self, layout: MessageLayout) -> MessageBuffer:
+        """Return a buffer for a message.
+
+        Args:
+            layout: The layout of the message.
+        """
+        self.used_layouts.add(id(layout))
+        free = self.free.get(id(layout))
+        return free.pop() if free else MessageBuffer(layout, self.device)
+
+    def return_buffer(self, buffer: MessageBuffer) -> None:
+        """Take a buffer back, unless something still uses its memory.
+
+        Args:
+            buffer: The buffer; its message is not needed any more.
+        """
+        if not buffer.is_used_elsewhere:
+            self.free.setdefault(id(buffer.layout), []).append(buffer)
+
+    def drop_unused(self) -> None:
+        """Drop buffers for messages of which there was none since the last call."""
+        for each in self.free.keys() - self.used_layouts:
+            del self.free[each]
+        self.used_layouts.clear()
+
+
 def _align_size(size: int) -> int:
     return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
@@ -85,44 +171,74 @@ class StageMessages(Mapping[Slot, Tensor]):
 
     A message exists from when it is written or awaited until it is forgotten.
 
-    Attributes:
+    Args:
         plans: The crossing plan of each micro-batch.
+
         axis: The ranks.
+
+        memory: The memory of messages.
+
         meter: Counts the bytes of messages, if given.
+
+    Attributes:
+        plans: As the argument.
+
+        axis: As the argument.
+
+        memory: As the argument.
+
+        meter: As the argument.
+
         buffers: The messages.
+
+        kept_buffers: Of forgotten messages, those that a graph may still use.
+
         buffer_holds: What the meter tracks for each message.
     """
 
     def __init__(
-        self, plans: list[CrossingPlan], axis: World, meter: ActivationMeter | None = None
+        self,
+        plans: list[CrossingPlan],
+        axis: World,
+        memory: MessageBuffers,
+        meter: ActivationMeter | None = None,
     ) -> None:
         self.plans = plans
         self.axis = axis
+        self.memory = memory
         self.meter = meter
-        self.buffers: dict[Slot, Tensor] = {}
+        self.buffers: dict[Slot, MessageBuffer] = {}
+        self.kept_buffers: dict[Slot, MessageBuffer] = {}
         self.buffer_holds: dict[Slot, TrackedTensor] = {}
 
-    def get_layout(self, slot: Slot) -> MessageLayout:
-        """Return the layout of a message."""
-        stage, micro = map(int, str(slot)[1:].split("."))
+    def find_buffer(self, slot: Slot) -> MessageBuffer:
+        """Return the memory of a message.
+
+        Args:
+            slot: Name of the message.
+        """
+        buffer = self.buffers.get(slot)
+        if buffer is None:
+            buffer = self.buffers[slot] = self.memory.take_buffer(self._get_layout(slot))
+            if self.meter is not None:
+                self.buffer_holds[slot] = self.meter.track_tensor(buffer.bytes)
+        return buffer
+
+    def _get_layout(self, slot: Slot) -> MessageLayout:
+        is_gradient, stage, micro = parse_message_slot(slot)
         plan = self.plans[micro]
-        key = stage, is_gradient_slot(slot)
-        layout: MessageLayout | None = plan.layouts.get(key)
+        layout: MessageLayout | None = plan.layouts.get((stage, is_gradient))
         if layout is None:
             crossing = plan.crossing[stage - 1]
-            if key[1]:
+            if is_gradient:
                 crossing = [each for each in crossing if each.has_gradient]
-            layout = plan.layouts[key] = MessageLayout.build(crossing, has_flags=key[1])
+            layout = plan.layouts[stage, is_gradient] = MessageLayout.build(
+                crossing, has_flags=is_gradient
+            )
         return layout
 
     def __getitem__(self, slot: Slot) -> Tensor:
-        if slot not in self.buffers:
-            self.buffers[slot] = torch.empty(
-                self.get_layout(slot).size, dtype=torch.uint8, device=self.axis.transport_device
-            )
-            if self.meter is not None:
-                self.buffer_holds[slot] = self.meter.track_tensor(self.buffers[slot])
-        return self.buffers[slot]
+        return self.find_buffer(slot).bytes
 
     def write_message(self, slot: Slot, tensors: Sequence[Tensor | None]) -> None:
         """Write tensors into a message.
@@ -131,36 +247,64 @@ class StageMessages(Mapping[Slot, Tensor]):
             slot: Name of the message.
             tensors: The tensors; None for a gradient that does not exist.
         """
-        message = self[slot]
-        layout = self.get_layout(slot)
-        for view, tensor in zip(layout.view_tensors(message), tensors, strict=True):
+        buffer = self.find_buffer(slot)
+        for view, tensor in zip(buffer.tensors, tensors, strict=True):
             if tensor is not None:
                 view.copy_(tensor.detach())
-        if is_gradient_slot(slot):
-            flags = layout.view_flags(message)
-            flags.fill_(1)
+        if parse_message_slot(slot)[0]:
+            buffer.flags.fill_(1)
             for number, tensor in enumerate(tensors):
                 if tensor is None:
-                    flags[number] = 0
+                    buffer.flags[number] = 0
 
     def read_message(self, slot: Slot) -> list[Tensor]:
-        """Return the tensors of a message, on the rank's device."""
-        return [
-            each.to(self.axis.device) for each in self.get_layout(slot).view_tensors(self[slot])
-        ]
+        """Return the tensors of a message, on the rank's device.
+
+        The memory is that of the message where the devices are the same.
+        """
+        return [each.data.to(self.axis.device) for each in self.find_buffer(slot).tensors]
 
     def read_gradients(self, slot: Slot) -> list[Tensor | None]:
         """Return the gradients of a message; None for those that do not exist."""
-        flags = self.get_layout(slot).view_flags(self[slot]).tolist()
+        flags = self.find_buffer(slot).flags.tolist()
         return [
             tensor if exists else None
             for tensor, exists in zip(self.read_message(slot), flags, strict=True)
         ]
 
-    def forget_message(self, slot: Slot) -> None:
-        """Forget a message."""
-        self.buffers.pop(slot, None)
+    def forget_message(self, slot: Slot, is_in_graph: bool = False) -> None:
+        """Forget a message.
+
+        Args:
+            slot: Name of the message.
+            is_in_graph: Whether a graph uses its memory, until `free_graph`.
+        """
+        buffer = self.buffers.pop(slot, None)
         self.buffer_holds.pop(slot, None)
+        if buffer is None:
+            return
+        if is_in_graph:
+            self.kept_buffers[slot] = buffer
+        else:
+            self.memory.return_buffer(buffer)
+
+    def free_graph(self, slot: Slot) -> None:
+        """Free the memory of a forgotten message: the graph that used it is gone.
+
+        Args:
+            slot: Name of the message.
+        """
+        if (buffer := self.kept_buffers.pop(slot, None)) is not None:
+            self.memory.return_buffer(buffer)
+
+    def close(self) -> None:
+        """Forget all messages at the end of the step."""
+        for buffer in (*self.buffers.values(), *self.kept_buffers.values()):
+            self.memory.return_buffer(buffer)
+        self.buffers.clear()
+        self.kept_buffers.clear()
+        self.buffer_holds.clear()
+        self.memory.drop_unused()
 
     def __iter__(self) -> Iterator[Slot]:
         return iter(self.buffers)
@@ -169,9 +313,15 @@ class StageMessages(Mapping[Slot, Tensor]):
         return len(self.buffers)
 
 
-def is_gradient_slot(slot: Slot) -> bool:
-    """Return whether a message has gradients.
+@lru_cache(maxsize=4096)
+def parse_message_slot(slot: Slot) -> tuple[bool, int, int]:
+    """Return what a message is, from its slot x{stage}.{micro} or g{stage}.{micro}.
 
-    Its slot is then g{stage}.{micro}; for activations it is x{stage}.{micro}.
+    Args:
+        slot: The slot; x stands for activations, g for gradients.
+
+    Returns:
+        (whether it has gradients, stage, micro-batch).
     """
-    return str(slot)[0] == "g"
+    stage, micro = map(int, str(slot)[1:].split("."))
+    return str(slot)[0] == "g", stage, micro

@@ -107,6 +107,9 @@ class CrossingPlan:
             tracing.
 
         layouts: A cache that `pipeline.stage_messages` fills: the layout of each message.
+
+        reading_stages: Stages that were seen to leave the tensors that they receive unchanged. The
+            passes of a pipeline fill it.
     """
 
     crossing: list[list[Crossing]]
@@ -118,3 +121,4 @@ class CrossingPlan:
     layouts: dict[tuple[int, bool], Any] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
+    reading_stages: set[int] = field(default_factory=set, init=False, compare=False, repr=False)
