@@ -154,12 +154,13 @@ class BatchNorm:
         nn.SyncBatchNorm.forward = forward
 
     def start_micro_batch(self, samples: int) -> None:
-        """Set the number of samples of the present micro-batch.
+        """Set the number of samples of the present micro-batch, and count its calls from 0.
 
         Args:
             samples: Samples of the micro-batch on this rank.
         """
         self.samples = samples
+        self.call_index = 0
 
     def adopt_model(self, model: nn.Module) -> None:
         """Use the buffers of another model, such as a part of the one before.

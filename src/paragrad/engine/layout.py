@@ -579,11 +579,12 @@ class Layout:
         """
         if not self.is_partitioned:
             return [list(numbers)]
-        local_numbers = torch.tensor([not self.has_output, *numbers], dtype=torch.float64)
-        self.sent_bytes += count_collective_bytes(
-            "all_gather", local_numbers.nbytes, self.world.size
-        )
-        gathered = [each.tolist() for each in self.world.all_gather(local_numbers)]
+        # each rank has a row, and adds zeros to the rows of the others: a short sum is faster than
+        # a gather
+        own_row = [not self.has_output, *numbers]
+        rows = torch.zeros(self.world.size, len(own_row), dtype=torch.float64)
+        rows[self.world.rank] = torch.tensor(own_row, dtype=torch.float64)
+        gathered = self.all_reduce(rows).tolist()
         return [each[1:] for each in sorted(gathered, key=lambda each: each[0])]
 
     def all_reduce(

@@ -29,7 +29,7 @@ from paragrad.engine.probe import find_nonfinite_tensor
 from paragrad.engine.rng.draws import CallNumbers, Draws, key_test_draws
 from paragrad.engine.unwrap import WrappedTensor, unwrap
 from paragrad.errors import Refused, StepFailed
-from paragrad.jobs.loss import LossModule, call_model
+from paragrad.jobs.loss import LossModule, backpropagate_share, call_model, read_share
 from paragrad.notation.choices import find_renamed_member
 from paragrad.record.step_log import StepLog
 from paragrad.runtime.world import World
@@ -162,6 +162,9 @@ class Passes(ABC):
         forward_cpu_seconds: CPU seconds in whole forward passes since `start_timing`, in total.
 
         batches_in_flight: How many batches `compute_outputs` accepts at once.
+
+        leaves_factor: As in `LossModule`. Passes that set it keep `LossModule.share_factor`, and
+            call `read_share` and `backpropagate_share` with it.
     """
 
     activation_meter: ActivationMeter | None = None
@@ -169,6 +172,7 @@ class Passes(ABC):
     is_timed = False
     forward_seconds = 0.0
     forward_cpu_seconds = 0.0
+    leaves_factor = False
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -354,6 +358,8 @@ def run_passes(
 class SequentialPasses(Passes):
     """Runs the forward and backward passes of each micro-batch in turn, as one worker does."""
 
+    leaves_factor = True
+
     def compute_gradients(
         self, micros: Iterable[tuple[MicroBatch, Any, Any]], count: int
     ) -> LossSums:
@@ -382,7 +388,8 @@ class SequentialPasses(Passes):
         with exchange.micro_batch(number == count - 1), host.key_draws(micro), host.batch_norm:
             with enter_contexts(self._list_forward_contexts(number, inputs, target)):
                 share, weight = exchange.module(inputs, target, samples)
-            value = share.item()
+            factor = host.module.share_factor
+            value = read_share(share, factor)
             if not math.isfinite(value):
                 with host.batch_norm.use_probe_mode():
                     raise StepFailed(
@@ -393,7 +400,7 @@ class SequentialPasses(Passes):
                         else find_nonfinite_tensor(host.module.model, inputs, target),
                     )
             with enter_contexts(self._list_backward_contexts(number, weight)):
-                share.backward()
+                backpropagate_share(share, factor)
         return value, weight
 
     def _list_forward_contexts(

@@ -440,7 +440,9 @@ class Training:
         loss_scale = None if self.rehearsing else self.state.loss_scale
         scale = 1.0 if loss_scale is None else loss_scale.value
         self.used_autocast = False
-        setup.module.start_passes(divisor, scale)
+        # a module that an exchange wraps around it computes with shares
+        leaves_factor = passes.leaves_factor and exchange.module is setup.module
+        setup.module.start_passes(divisor, scale, leaves_factor)
         micro_batches = batch.iterate_micro_batches(inputs, target)
         try:
             with enter_contexts(self._list_contexts(batch, observers)):

@@ -29,6 +29,7 @@ from paragrad.engine.state.preserve_state import (
 from paragrad.errors import StepFailed
 from paragrad.executors.pipeline_memory import POSTED_RECEIVES
 from paragrad.executors.transport import ProgramRun
+from paragrad.jobs.loss import backpropagate_share, read_share
 from paragrad.parallel.pipeline.python_state import collect_outer_owners, refuse_diverging_numbers
 from paragrad.parallel.pipeline.rank_program import RankProgram
 from paragrad.parallel.pipeline.split_backward import DeferredWeightGradients
@@ -85,6 +86,8 @@ class PipelinePasses(Passes):
 
         gradient_hooks: The hooks that report final gradients, if the exchange wants to know.
     """
+
+    leaves_factor = True
 
     def __init__(self, strategy: PartitionedStrategy, host: PassesHost, exchange: Exchange) -> None:
         super().__init__(host, exchange)
@@ -146,7 +149,7 @@ class PipelinePasses(Passes):
             hook.remove()
 
     def invalidate_plans(self) -> None:
-        self.stage_module.stage_forward.plans.clear()
+        self.stage_module.stage_forward.forget_plans()
         self.outer_owners = collect_outer_owners(self.stage_module.stage_forward)
 
     def collect_python_numbers(self) -> dict[tuple[str, str], Any]:
@@ -225,13 +228,16 @@ class PendingBackward:
 
         gradients: Otherwise the gradients of received tensors, once the backward has computed them.
 
-        loss: The loss, on the last stage.
+        loss: The loss without its factor, on the last stage.
+
+        factor: As `LossModule.share_factor`.
     """
 
     ends: list[GradientEdge | None]
     leaves: list[Tensor]
     gradients: list[Tensor | None]
     loss: Tensor | None = None
+    factor: float = 1.0
 
     def list_gradients(self, crossing: Sequence[Crossing]) -> list[Tensor | None]:
         """List the gradients to send, of those tensors that have gradients.
@@ -278,8 +284,6 @@ class PipelineStep:
 
         messages: The messages between stages.
 
-        batch_norm: The batch norms of the training, or no context in a test.
-
         loss: The sum of losses so far.
 
         weight: The sum of their weights so far.
@@ -323,9 +327,6 @@ class PipelineStep:
         self.axis = passes.axis
         with self.host.use_autocast(), self.host.batch_norm.use_probe_mode():
             self.plans = self.stage_forward.find_plans([inputs for _, inputs, _ in filled])
-        self.batch_norm: AbstractContextManager[Any] = (
-            self.host.batch_norm if training else NO_CONTEXT
-        )
         self.meter = passes.activation_meter
         if self.meter is not None:
             self.meter.exclude_tensors(list_batch_tensors([each[1:] for each in filled]))
@@ -356,6 +357,8 @@ class PipelineStep:
         )
         program_run = self.program_run
         with contextlib.ExitStack() as stack:
+            if self.training:
+                stack.enter_context(self.host.batch_norm)
             if any(plan.sequential_stages is None for plan in self.plans):
                 # entered once for all micro-batches: after each change of nn.Module, Python looks
                 # up methods again
@@ -411,7 +414,7 @@ class PipelineStep:
             self.passes.set_last_backward(self.remaining_backwards == 0 and task.what != "W")
             if task.what == "W":
                 # a module may recompute
-                with self.key_draws(task.stage, task.micro), self.batch_norm:
+                with self.key_draws(task.stage, task.micro):
                     self.deferred_weights.pop((task.stage, task.micro)).compute_weight_gradients()
                 self.messages.free_graph(f"x{task.stage}.{task.micro}")
             else:
@@ -458,7 +461,7 @@ class PipelineStep:
     def add_loss(self, pending: PendingBackward, weight: float) -> None:
         """Add the loss of a micro-batch, if the stage has it."""
         if pending.loss is not None:
-            self.loss += pending.loss.item()
+            self.loss += read_share(pending.loss, pending.factor)
             self.weight += weight
 
     def run_stage(
@@ -518,7 +521,6 @@ class PipelineStep:
         self.drawn_calls[stage, number] = {}
         with (
             self.key_draws(stage, number),
-            self.batch_norm,
             host.use_autocast(),
             NO_CONTEXT if self.meter is None else self.meter.count_saved_tensors(),
         ):
@@ -552,7 +554,8 @@ class PipelineStep:
             for crossing, each in zip(outgoing, sent, strict=True)
             if crossing.has_gradient
         ]
-        return sent, PendingBackward(ends, leaves, gradients, loss), weight
+        pending = PendingBackward(ends, leaves, gradients, loss, host.module.share_factor)
+        return sent, pending, weight
 
     def refuse_other_draws(self, stage: int, number: int) -> None:
         """Refuse a forward that draws more or less often than when the model was cut.
@@ -616,11 +619,10 @@ class PipelineStep:
         pending = self.pending_backwards.pop((stage, number))
         with (
             self.key_draws(stage, number),
-            self.batch_norm,
             refuse_changed_in_backward(self.host.watched_parameters),
         ):
             if pending.loss is not None:
-                pending.loss.backward()
+                backpropagate_share(pending.loss, pending.factor)
             elif pending.ends:
                 self.backpropagate(pending.ends, self.messages.read_gradients(gradient_slot))
         self.messages.forget_message(gradient_slot)

@@ -94,17 +94,36 @@ class MessageBuffer:
 
         flags: The view of the flags of gradients.
 
+        has_all: Whether the flags are known to say that all gradients exist.
+
         own_uses: How many tensors of this object use the memory.
     """
 
-    __slots__ = ("bytes", "flags", "layout", "own_uses", "tensors")
+    __slots__ = ("bytes", "flags", "has_all", "layout", "own_uses", "tensors")
 
     def __init__(self, layout: MessageLayout, device: torch.device) -> None:
         self.layout = layout
         self.bytes = torch.empty(layout.size, dtype=torch.uint8, device=device)
         self.tensors = layout.view_tensors(self.bytes)
         self.flags = layout.view_flags(self.bytes)
+        self.has_all = False
         self.own_uses = self._count_uses()
+
+    def write_flags(self, gradients: Sequence[Tensor | None]) -> None:
+        """Write which gradients exist.
+
+        Args:
+            gradients: The gradients.
+        """
+        has_all = all(each is not None for each in gradients)
+        if not (has_all and self.has_all):
+            self.flags.copy_(torch.tensor([each is not None for each in gradients]))
+        self.has_all = has_all
+
+    def read_flags(self) -> list[bool]:
+        """Read which gradients exist; a peer has written it."""
+        self.has_all = False
+        return list(map(bool, self.flags.tolist()))
 
     @property
     def is_used_elsewhere(self) -> bool:
@@ -252,10 +271,7 @@ class StageMessages(Mapping[Slot, Tensor]):
             if tensor is not None:
                 view.copy_(tensor.detach())
         if parse_message_slot(slot)[0]:
-            buffer.flags.fill_(1)
-            for number, tensor in enumerate(tensors):
-                if tensor is None:
-                    buffer.flags[number] = 0
+            buffer.write_flags(tensors)
 
     def read_message(self, slot: Slot) -> list[Tensor]:
         """Return the tensors of a message, on the rank's device.
@@ -266,7 +282,7 @@ class StageMessages(Mapping[Slot, Tensor]):
 
     def read_gradients(self, slot: Slot) -> list[Tensor | None]:
         """Return the gradients of a message; None for those that do not exist."""
-        flags = self.find_buffer(slot).flags.tolist()
+        flags = self.find_buffer(slot).read_flags()
         return [
             tensor if exists else None
             for tensor, exists in zip(self.read_message(slot), flags, strict=True)

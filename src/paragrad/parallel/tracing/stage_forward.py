@@ -103,6 +103,7 @@ class StageForward(ValuelessModel):
     Attributes:
         own_stages: The stages that run here.
         plans: The plans for inputs of some shapes, the last used first.
+        buffers_of_modules: The buffers of each module, by name.
     """
 
     def __init__(
@@ -115,6 +116,12 @@ class StageForward(ValuelessModel):
         super().__init__(model, stages, fixed_outputs)
         self.own_stages = own_stages
         self.plans: dict[Any, list[CrossingPlan]] = {}
+        self.buffers_of_modules = [module._buffers for module in model.modules()]
+
+    def forget_plans(self) -> None:
+        """Forget the plans, because the user has changed the model."""
+        self.plans.clear()
+        self.buffers_of_modules = [module._buffers for module in self.model.modules()]
 
     def make_remote_tensor(self, module: nn.Module, name: str, tensor: Tensor) -> Tensor:
         """Make what stands for a parameter or a buffer that another rank has.
@@ -149,7 +156,12 @@ class StageForward(ValuelessModel):
                 (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf)
                 for leaf in leaves
             ),
-            *((name, tuple(each.shape)) for name, each in self.model.named_buffers()),
+            *(
+                (name, each.shape)
+                for buffers in self.buffers_of_modules
+                for name, each in buffers.items()
+                if each is not None
+            ),
         )
         known_plans = self.plans.pop(key, [])
         match = next(
