@@ -15,6 +15,7 @@ with torch alone; and the time of a whole command beside that of a plain script.
 | memory above idle ranks, data(4) / DDP: by `data_parallel.py` | at most 0.55 |
 | memory of everything, data(4) / DDP: likewise | at most 0.75 |
 | paragrad train digits, to the shell / a plain script | at most 1.3 |
+| torch.compile, middle: speed over the same without it: serial(threads=1), data(2) | at least 1.0 if it is above 1.05 in the plain loop |
 
 The model is an MLP in float32 with SGD; for `pipeline` it is eight equal linear layers in eight
 micro-batches. In the tiny size the arithmetic takes so little time that a step is all overhead.
@@ -24,6 +25,11 @@ A Job is timed by its record from step to step, and loops by their clock. Every 
 batches from tensors in memory, in a shuffled order, and reads the loss of each step. There are
 figures without a bar: the other strategies beyond the plain loop (two ranks do more than one), and
 the seconds from the last step to the shell.
+
+The row of torch.compile times the same model with and without it, in one round: in the plain loop,
+and under the strategies that train a compiled model as a whole. The first steps compile and are not
+timed. `place` and `pipeline` take layers that are compiled each by itself, which gains nothing for
+single linear layers; the other strategies that divide the model refuse it. The row needs g++.
 """
 
 from __future__ import annotations
@@ -32,15 +38,17 @@ import argparse
 import contextlib
 import itertools
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -67,6 +75,7 @@ class Setting:
     """A model by the widths of its layers, and its global batch.
 
     stack: the model of a pipeline, with as many outputs as inputs and a squared error.
+    compiles: whether torch.compile compiles the model.
     """
 
     name: str
@@ -74,11 +83,16 @@ class Setting:
     batch: int
     steps: int
     stack: bool = False
+    compiles: bool = False
 
     def __str__(self) -> str:
-        return f"{self.name} stack" if self.stack else self.name
+        return self.name + " stack" * self.stack + " compiled" * self.compiles
 
-    def model(self) -> nn.Sequential:
+    def model(self) -> nn.Module:
+        layers = self.make_layers()
+        return torch.compile(layers) if self.compiles else layers
+
+    def make_layers(self) -> nn.Sequential:
         layers: list[nn.Module] = []
         for inputs, outputs in itertools.pairwise(self.widths):
             layers += [nn.Linear(inputs, outputs)] + ([] if self.stack else [nn.ReLU()])
@@ -113,9 +127,11 @@ def make_optimizer(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 TINY = Setting("tiny", (64, 32, 10), 64, 600)
+MIDDLE = Setting("middle", (784, 512, 512, 10), 256, 120)
+COMPILED = replace(MIDDLE, compiles=True)
 MLPS = [
     TINY,
-    Setting("middle", (784, 512, 512, 10), 256, 120),
+    MIDDLE,
     Setting("full", (784, 2048, 2048, 2048, 10), 256, 16),
 ]
 STACKS = [Setting("tiny", (64,) * (LAYERS + 1), 64, 300, stack=True)]
@@ -130,6 +146,7 @@ PEERS: dict[str, dict[str, float | None]] = {
     "1F1B on shm": {f"pipeline(2, micro={MICRO}, cut=[4, 4])": 1.0},
     "1F1B on gloo": {f"pipeline(2, micro={MICRO}, cut=[4, 4])": None},
 }
+WHOLE_MODEL = ("serial(threads=1)", "data(2)")  # they train a compiled model
 # strategies without a peer: only the time beyond the plain loop is printed
 OTHERS = ("local(2)", "server(2)", "place(2)", "data(2, state=replicated)")
 PLAIN_SCRIPT = textwrap.dedent("""
@@ -186,6 +203,10 @@ def main() -> None:
             }
             print(f"{setting} [ms]", flush=True)
             times[setting] = measure_in_turn(measures, bench.rounds(9, quick=3))
+        if shutil.which("g++") is None:
+            print("torch.compile is not measured: it needs g++", flush=True)
+        else:
+            measure_compiled(bench, ranks, peers["plain loop"], Path(folder))
         for workers in peers.values():
             workers.close()
     report_steps(bench, times)
@@ -224,6 +245,42 @@ def report_steps(bench: Bench, times: dict[Setting, dict[str, list[float]]]) -> 
                         ratios(found[kind], found[strategy]),
                         at_least=bar if is_bound else None,
                     )
+
+
+# ---- torch.compile ---------------------------------------------------------------------------
+def measure_compiled(bench: Bench, ranks: Launcher, plain: Workers, folder: Path) -> None:
+    """Measure steps of one model with and without torch.compile: in the plain loop, and under the
+    strategies that train a compiled model.
+    """
+    measures = {}
+    for setting in (MIDDLE, COMPILED):
+        measures["plain loop", setting] = make_loop_measure(plain, setting)
+        for each in WHOLE_MODEL:
+            place = folder / f"compile-{setting}"
+            measures[each, setting] = make_training_measure(ranks, each, setting, place)
+    print("torch.compile, middle [ms]", flush=True)
+    found = measure_in_turn(
+        {f"{name}, {setting}": measure for (name, setting), measure in measures.items()},
+        bench.rounds(9, quick=3),
+    )
+    bench.measured["ms per step, torch.compile"] = found
+    speeds = {
+        name: ratios(found[f"{name}, {MIDDLE}"], found[f"{name}, {COMPILED}"])
+        for name in ("plain loop", *WHOLE_MODEL)
+    }
+    is_faster = median(speeds["plain loop"]) > 1.05
+    for name, speed in speeds.items():
+        bench.figure(
+            f"torch.compile, middle: speed over the same without it: {name}",
+            speed,
+            at_least=1.0 if is_faster and name in WHOLE_MODEL else None,
+        )
+    for name in WHOLE_MODEL:
+        beyond = differences(found[f"{name}, {COMPILED}"], found[f"plain loop, {COMPILED}"])
+        bench.figure(
+            f"torch.compile, middle: microseconds beyond the plain loop: {name}",
+            [1e3 * each for each in beyond],
+        )
 
 
 # ---- whole commands --------------------------------------------------------------------------
@@ -309,7 +366,7 @@ def time_steps_alone(kind: str, setting: Setting) -> list[float]:
 
 
 def build_loop(kind: str, setting: Setting) -> Loop:
-    model = setting.model()
+    model = setting.make_layers()
     rank = dist.get_rank()
     inputs, targets = setting.data()
     if "1F1B" in kind:

@@ -229,6 +229,16 @@ def test_bfloat16_and_resume_on_the_gpu(tmp_path: Path) -> None:
     assert len(resumed.losses) == 23
 
 
+@pytest.mark.parametrize("text", ["serial", "data(2)"])
+def test_compiled_dropout_on_the_gpu(text: str, tmp_path: Path) -> None:
+    """Compiled code draws the numbers that the same code draws without torch.compile."""
+    job = DIGITS.replace(model=Forking, name="forking", epochs=1, dtype=torch.float64)
+    compiled = job.replace(model=lambda: torch.compile(Forking()))
+    here = pg.train(compiled, text, runs=tmp_path, device="cuda")
+    plain = pg.train(job, text, runs=tmp_path, device="cuda")
+    assert here.losses == pytest.approx(plain.losses, rel=1e-9)
+
+
 def test_user_loop_on_the_gpu() -> None:
     assert "RANK" not in os.environ
     model = nn.Linear(64, 10).double()

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from paragrad.engine.compiled_modules import exclude_from_compile
+
 
 class ActivationMeter:
     """Counts the bytes of storages while they are in use; each storage is counted once.
@@ -61,7 +63,8 @@ class ActivationMeter:
         A tensor is counted until backward frees it.
         """
         context: contextlib.AbstractContextManager[Any] = torch.autograd.graph.saved_tensors_hooks(
-            self.track_tensor, TrackedTensor.unpack_tensor
+            exclude_from_compile(self.track_tensor),
+            exclude_from_compile(TrackedTensor.unpack_tensor),
         )
         return context
 

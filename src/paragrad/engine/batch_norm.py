@@ -28,6 +28,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from paragrad.engine.compiled_modules import is_compiled
 from paragrad.errors import StepFailed
 from paragrad.runtime.world import World
 
@@ -412,15 +413,9 @@ def _has_compiled_batch_norm(model: nn.Module) -> bool:
 
     Its graph may exist already, and is not compiled again.
     """
-    compiled = [
-        module
-        for module in model.modules()
-        if type(module).__name__ == "OptimizedModule"
-        or getattr(module, "_compiled_call_impl", None) is not None
-    ]
     return any(
         isinstance(inner, _BatchNorm) and inner.training
-        for module in compiled
+        for module in filter(is_compiled, model.modules())
         for inner in module.modules()
     )
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -232,8 +233,14 @@ class KeyedDraws(DrawSource):
             The tensor.
 
         Raises:
-            StepFailed: The draw does not fit the known calls, and `strict` is set.
+            StepFailed: The draw does not fit the known calls, and `strict` is set. Or a CUDA graph
+                is recorded, which would repeat the numbers of this step.
         """
+        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise StepFailed(
+                f"{name} draws while a CUDA graph is recorded, which would draw the same numbers "
+                "in every step; use torch.compile without mode='reduce-overhead'"
+            )
         call = self._find_serial_call(self._number_call(), name)
         if not tensor.numel():
             return tensor
@@ -326,12 +333,14 @@ class KeyedDraws(DrawSource):
 class DrawSourceUse(Generic[DrawSourceType]):
     """Uses a source of numbers while this context is active. Every step enters one.
 
+    What torch.compile compiles meanwhile calls the random kernels too.
+
     Args:
         source: The source.
         seed_text: The text that seeds the other generators at the entry; empty: they go on.
     """
 
-    __slots__ = ("depth", "seed_text", "source")
+    __slots__ = ("compiled_draws", "depth", "seed_text", "source")
 
     def __init__(self, source: DrawSourceType, seed_text: str = "") -> None:
         self.source = source
@@ -342,10 +351,31 @@ class DrawSourceUse(Generic[DrawSourceType]):
             seed_generators(self.seed_text)
         self.depth = len(DRAW_SOURCES)
         DRAW_SOURCES.append(self.source)
+        self.compiled_draws = _set_compiled_draws(True)
         return self.source
 
     def __exit__(self, *error: object) -> None:
+        _set_compiled_draws(self.compiled_draws)
         del DRAW_SOURCES[self.depth :]
+
+
+def _set_compiled_draws(calls_kernels: bool) -> bool:
+    """Say how code that torch.compile compiles from now on draws random numbers.
+
+    Args:
+        calls_kernels: Whether it calls torch's random kernels. Otherwise it draws inside its own
+            kernels, where nothing can replace the numbers.
+
+    Returns:
+        What was said before.
+    """
+    config: Any = sys.modules.get("torch._inductor.config")
+    if config is None:
+        return False
+    before: bool = config.fallback_random
+    if calls_kernels != before:
+        config.fallback_random = calls_kernels
+    return before
 
 
 def use_draw_source(

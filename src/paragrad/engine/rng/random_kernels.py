@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paragrad.engine.compiled_modules import exclude_from_compile
 from paragrad.engine.rng.hashing import (
     Distribution,
     make_bernoulli,
@@ -148,7 +149,10 @@ def _apply_dropout(
 ) -> tuple[Tensor, Tensor]:
     if training is False or p == 0.0:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
-    kept = source.draw_numbers(name, torch.empty_like(x, dtype=torch.bool), make_bernoulli(1.0 - p))
+    # Compiled code calls this kernel where the same code calls bernoulli_ without torch.compile.
+    kept = source.draw_numbers(
+        "bernoulli", torch.empty_like(x, dtype=torch.bool), make_bernoulli(1.0 - p)
+    )
     return x * kept / (1.0 - p) if p < 1.0 else x * 0, kept
 
 
@@ -248,7 +252,8 @@ def _wrap_kernel(name: str, sampler: Callable[..., Any], original: Any) -> Calla
             options["generator"] = generator
         return original.call_boxed(keys, *arguments, **options)
 
-    return kernel
+    # in compiled code, a graph of this function would contain the numbers of one call
+    return exclude_from_compile(kernel)
 
 
 @functools.cache

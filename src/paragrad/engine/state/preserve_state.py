@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from paragrad.engine.compiled_modules import disable_compile
 from paragrad.engine.state.values import (
     GENERATOR_TYPES,
     IMMUTABLE_TYPES,
@@ -67,6 +68,8 @@ def preserve_all_state(module: LossModule) -> Iterator[None]:
 def preserve_module_state(module: LossModule) -> Iterator[ModuleSnapshot]:
     """Restore a module afterwards, but not the random generators.
 
+    Passes inside the context belong to no step of the training, so they run without torch.compile.
+
     Args:
         module: The model and the loss. Their gradients are None inside the context.
 
@@ -79,7 +82,8 @@ def preserve_module_state(module: LossModule) -> Iterator[ModuleSnapshot]:
     for parameter in snapshot.parameters.values():
         parameter.grad = None
     try:
-        yield snapshot
+        with disable_compile():
+            yield snapshot
     finally:
         snapshot.restore_module()
 

@@ -17,6 +17,7 @@ from torch.nn.utils import _named_member_accessor
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from paragrad.engine.compiled_modules import is_compiled
 from paragrad.engine.probe import use_model_eval_mode
 from paragrad.errors import StepFailed, describe_error
 from paragrad.parallel.sharding.autograd_collectives import (
@@ -93,12 +94,7 @@ def refuse_compiled_model(model: nn.Module) -> None:
     Raises:
         StepFailed: A module is compiled.
     """
-    if compiled := [
-        name
-        for name, module in model.named_modules()
-        if getattr(module, "_compiled_call_impl", None) is not None
-        or type(module).__name__ == "OptimizedModule"
-    ]:
+    if compiled := [name for name, module in model.named_modules() if is_compiled(module)]:
         raise StepFailed(
             f"{compiled[0] or 'the model'} is compiled, and compiled code cannot compute with a "
             "tensor that is divided; train it without torch.compile, or with data(n)"

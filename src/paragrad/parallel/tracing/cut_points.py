@@ -14,6 +14,7 @@ from torch.nn.modules import module as every_module
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from paragrad.datasets.loading import clone_batch
+from paragrad.engine.compiled_modules import is_compiled
 from paragrad.engine.state.preserve_state import preserve_all_state
 from paragrad.engine.state.values import IMMUTABLE_TYPES
 from paragrad.errors import StepFailed, describe_error
@@ -104,7 +105,7 @@ def find_cut_points(
     if is_compiled(model):
         raise StepFailed(
             "torch.compile made the model one graph, which cannot be divided; give the model "
-            "without torch.compile"
+            "without torch.compile, or compile its layers, each by itself (layer.compile())"
         )
     compiled_names = {name for name, module in model.named_modules() if is_compiled(module)}
     closed: set[type] = set()
@@ -198,11 +199,6 @@ def join_units(cut_points: CutPoints, stages: Sequence[Sequence[Unit]]) -> list[
     for call, unit in zip(calls, _number_calls(calls), strict=True):
         joined[min(stages_of_call[id(call)])].append(unit)
     return joined
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Return whether torch.compile made this module of another one."""
-    return type(module).__name__ == "OptimizedModule"
 
 
 def _iterate_calls(call: ModuleCall) -> Iterator[ModuleCall]:
