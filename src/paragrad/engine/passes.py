@@ -389,7 +389,7 @@ class SequentialPasses(Passes):
             with enter_contexts(self._list_forward_contexts(number, inputs, target)):
                 share, weight = exchange.module(inputs, target, samples)
             factor = host.module.share_factor
-            value = read_share(share, factor)
+            value = share.item() if factor == 1.0 else read_share(share, factor)
             if not math.isfinite(value):
                 with host.batch_norm.use_probe_mode():
                     raise StepFailed(
@@ -400,7 +400,10 @@ class SequentialPasses(Passes):
                         else find_nonfinite_tensor(host.module.model, inputs, target),
                     )
             with enter_contexts(self._list_backward_contexts(number, weight)):
-                backpropagate_share(share, factor)
+                if factor == 1.0:
+                    share.backward()
+                else:
+                    backpropagate_share(share, factor)
         return value, weight
 
     def _list_forward_contexts(

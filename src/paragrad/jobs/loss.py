@@ -220,7 +220,7 @@ def read_share(share: Tensor, factor: float) -> float:
         factor: The factor (`LossModule.share_factor`).
     """
     value: float = share.item()
-    if factor == 1.0 or share.dtype == torch.float64:
+    if share.dtype == torch.float64:
         return value * factor
     # In double precision the product is exact, so this rounds as torch does in float32.
     return ctypes.c_float(value * ctypes.c_float(factor).value).value
@@ -233,10 +233,7 @@ def backpropagate_share(share: Tensor, factor: float) -> None:
         share: The share without its factor.
         factor: The factor (`LossModule.share_factor`).
     """
-    if factor == 1.0:
-        share.backward()
-    else:
-        share.backward(_make_gradient(factor, share.dtype, share.device))
+    share.backward(_make_gradient(factor, share.dtype, share.device))
 
 
 def _widen(value: Tensor) -> Tensor:

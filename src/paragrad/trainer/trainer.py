@@ -28,6 +28,7 @@ from paragrad.datasets.stream import Stream, refuse_sampled_stream
 from paragrad.engine.optimizer.modes import use_optimizer_eval_mode
 from paragrad.engine.passes import enter_pass_contexts
 from paragrad.engine.probe import use_model_eval_mode
+from paragrad.engine.rng.draws import set_compiled_draws
 from paragrad.engine.state.shared_initialization import InitialModel, build_shared_model
 from paragrad.errors import Refused
 from paragrad.jobs.job import TRAINED_MODELS, Job
@@ -93,6 +94,8 @@ class Trainer:
         loaded_folder: The folder of the run from whose checkpoint this one goes on, or None.
 
         overwrites: Whether saving there removes checkpoints of later steps.
+
+        compiled_draws: How compiled code drew random numbers before.
     """
 
     def __init__(
@@ -118,6 +121,8 @@ class Trainer:
         self.folder: Path | None = None
         self.loaded_folder: Path | None = None
         self.overwrites = False
+        # once for the training, because asking in each step takes microseconds
+        self.compiled_draws = set_compiled_draws(True)
         if strategy.adapts_shares or self.pace.slow_ranks != SlowRanks():
             self.training.add_observer(PaceObserver(self.training, self.pace))
         if options.noise_interval:
@@ -558,4 +563,5 @@ class Trainer:
 
     def close(self) -> None:
         """Close the exchange; the model is a plain one again."""
+        set_compiled_draws(self.compiled_draws)
         self.training.close()

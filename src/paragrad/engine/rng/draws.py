@@ -333,14 +333,12 @@ class KeyedDraws(DrawSource):
 class DrawSourceUse(Generic[DrawSourceType]):
     """Uses a source of numbers while this context is active. Every step enters one.
 
-    What torch.compile compiles meanwhile calls the random kernels too.
-
     Args:
         source: The source.
         seed_text: The text that seeds the other generators at the entry; empty: they go on.
     """
 
-    __slots__ = ("compiled_draws", "depth", "seed_text", "source")
+    __slots__ = ("depth", "seed_text", "source")
 
     def __init__(self, source: DrawSourceType, seed_text: str = "") -> None:
         self.source = source
@@ -351,31 +349,10 @@ class DrawSourceUse(Generic[DrawSourceType]):
             seed_generators(self.seed_text)
         self.depth = len(DRAW_SOURCES)
         DRAW_SOURCES.append(self.source)
-        self.compiled_draws = _set_compiled_draws(True)
         return self.source
 
     def __exit__(self, *error: object) -> None:
-        _set_compiled_draws(self.compiled_draws)
         del DRAW_SOURCES[self.depth :]
-
-
-def _set_compiled_draws(calls_kernels: bool) -> bool:
-    """Say how code that torch.compile compiles from now on draws random numbers.
-
-    Args:
-        calls_kernels: Whether it calls torch's random kernels. Otherwise it draws inside its own
-            kernels, where nothing can replace the numbers.
-
-    Returns:
-        What was said before.
-    """
-    config: Any = sys.modules.get("torch._inductor.config")
-    if config is None:
-        return False
-    before: bool = config.fallback_random
-    if calls_kernels != before:
-        config.fallback_random = calls_kernels
-    return before
 
 
 def use_draw_source(
@@ -555,6 +532,25 @@ def check_seen_draws(draws: Draws) -> Iterator[None]:
             "ranks that share a sample would draw different numbers; draw by "
             "torch, or in every step, or train it with data(n)"
         )
+
+
+def set_compiled_draws(calls_kernels: bool) -> bool:
+    """Set how code that torch.compile compiles from now on draws random numbers, in this process.
+
+    Args:
+        calls_kernels: Whether it calls torch's random kernels, whose numbers `KeyedDraws` provides.
+            Otherwise it draws inside its own kernels, where nothing can replace the numbers.
+
+    Returns:
+        What was set before.
+    """
+    config: Any = sys.modules.get("torch._inductor.config")
+    if config is None:
+        return False
+    before: bool = config.fallback_random
+    if calls_kernels != before:
+        config.fallback_random = calls_kernels
+    return before
 
 
 class ReplicatedDraws:
