@@ -176,7 +176,9 @@ def _select_indices(indices: Indices, places: Sequence[int]) -> Indices:
     """Return the indices at some places; of a range, by slicing."""
     if isinstance(places, range) and places.step == 1 and places.stop <= len(indices):
         return indices[places.start : places.stop]
-    return [indices[place] for place in places]
+    if isinstance(indices, list):
+        return [indices[place] for place in places]
+    return indices[list(places)]
 
 
 def explain_whole_batch(samples: Samples, batch: int) -> str | None:

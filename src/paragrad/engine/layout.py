@@ -579,12 +579,10 @@ class Layout:
         """
         if not self.is_partitioned:
             return [list(numbers)]
-        # each rank has a row, and adds zeros to the rows of the others: a short sum is faster than
-        # a gather
-        own_row = [not self.has_output, *numbers]
-        rows = torch.zeros(self.world.size, len(own_row), dtype=torch.float64)
-        rows[self.world.rank] = torch.tensor(own_row, dtype=torch.float64)
-        gathered = self.all_reduce(rows).tolist()
+        gathered = self.world.gather_numbers([float(not self.has_output), *numbers])
+        self.sent_bytes += count_collective_bytes(
+            "all_reduce", 8 * len(gathered) * len(gathered[0]), self.world.size
+        )
         return [each[1:] for each in sorted(gathered, key=lambda each: each[0])]
 
     def all_reduce(

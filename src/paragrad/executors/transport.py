@@ -171,6 +171,9 @@ class ProgramRun:
 
         touched_parts: The parts that each action touches (`list_touched_parts`), for a program that
             runs in every step; None: computed here.
+
+        postings: The receives that are posted before each action (`plan_postings`), for a program
+            that runs in every step; None: they are found while it runs.
     """
 
     def __init__(
@@ -182,8 +185,10 @@ class ProgramRun:
         report_message: ReportMessage | None = None,
         posts: int | None = None,
         touched_parts: Sequence[Sequence[Slot]] | None = None,
+        postings: Sequence[Sequence[Recv]] | None = None,
     ) -> None:
         self.actions = actions
+        self.postings = postings
         self.touched_parts = (
             [list_touched_parts(each) for each in actions]
             if touched_parts is None
@@ -278,7 +283,6 @@ class ProgramRun:
         # gloo announces a posted receive to the peer over the connection that carries the messages
         # to this peer. If the receive is posted after the send, the announcement arrives after the
         # whole message. Then the two directions go one after the other.
-        self.look_ahead_position = max(self.look_ahead_position, self.position)
         self.post_receives()
         tensor = self.buffers[action.slot]
         if tensor.nbytes >= LONG_MESSAGE_BYTES and self.shares_link:
@@ -309,7 +313,6 @@ class ProgramRun:
 
     def play_recv(self, action: Recv) -> None:
         """Wait for the message of a receive, then add it or write it."""
-        self.look_ahead_position = max(self.look_ahead_position, self.position)
         self.post_receives()
         # The receive overwrites a slot that is still being sent, and scratch is too short.
         if not self.posted_receives:
@@ -332,6 +335,11 @@ class ProgramRun:
         Among receives that add, the next one is posted whatever its length, and one more from the
         same rank. One from another rank would share the link with it. Each action is passed once.
         """
+        if self.postings is not None:
+            for receive in self.postings[self.position]:
+                self.post_receive(receive, None)
+            return
+        self.look_ahead_position = max(self.look_ahead_position, self.position)
         while self.look_ahead_position < len(self.actions):
             action = self.actions[self.look_ahead_position]
             parts = self.touched_parts[self.look_ahead_position]
@@ -351,13 +359,16 @@ class ProgramRun:
                         return
                     buffer = torch.empty_like(slot)
                     self.scratch_bytes += slot.nbytes
-                work = self.group.recv(
-                    [view_real(slot if buffer is None else buffer)], action.frm, 0
-                )
-                self.posted_receives.append((action, work, buffer))
+                self.post_receive(action, buffer)
             for part in parts:
                 self.touch_counts[part] = self.touch_counts.get(part, 0) + 1
             self.look_ahead_position += 1
+
+    def post_receive(self, action: Recv, scratch: Tensor | None) -> None:
+        """Post a receive, into scratch or into the buffer of its slot."""
+        tensor = self.buffers[action.slot] if scratch is None else scratch
+        work = self.group.recv([view_real(tensor)], action.frm, 0)
+        self.posted_receives.append((action, work, scratch))
 
     def is_needed(self, parts: Sequence[Slot]) -> bool:
         """Return whether an earlier action, or an open send, still touches one of the parts.
@@ -443,6 +454,30 @@ def view_real(tensor: Tensor) -> Tensor:
         tensor: The tensor.
     """
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def plan_postings(actions: Sequence[Action], posts: int) -> list[list[Recv]]:
+    """Plan which receives are posted before each action, as `ProgramRun` would find it.
+
+    Args:
+        actions: A program in which every slot is received into once, and nothing adds to it.
+        posts: How many receives are posted at a time, at most.
+
+    Returns:
+        For each action, the receives.
+    """
+    receives = deque(action for action in actions if isinstance(action, Recv))
+    postings: list[list[Recv]] = []
+    posted = 0
+    for action in actions:
+        row: list[Recv] = []
+        if not isinstance(action, Compute):
+            while receives and posted < posts:
+                row.append(receives.popleft())
+                posted += 1
+        posted -= isinstance(action, Recv)
+        postings.append(row)
+    return postings
 
 
 def refuse_compute(action: Compute) -> None:

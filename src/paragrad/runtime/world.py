@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import weakref
+from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -140,6 +141,31 @@ class World:
         results = [torch.empty_like(sent) for _ in range(self.size)]
         dist.all_gather(results, sent, group=self.group)
         return [result.to(tensor.device) for result in results]
+
+    def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Gather a few numbers from all ranks, in double precision.
+
+        Each rank has a row, and adds zeros to the rows of the others: a short sum is the fastest
+        collective.
+
+        Args:
+            numbers: This rank's numbers, equally many on all ranks.
+
+        Returns:
+            The numbers of each rank, in rank order.
+        """
+        count = len(numbers)
+        zeros = array("d", [0.0]) * count
+        rows = zeros * self.rank + array("d", numbers) + zeros * (self.size - 1 - self.rank)
+        if self.size > 1:
+            sums = torch.frombuffer(rows, dtype=torch.float64).to(self.transport_device)
+            # what dist.all_reduce does, after questions that take longer than the sum
+            options = dist.AllreduceOptions()
+            options.asyncOp = False
+            if (work := self.group.allreduce([sums], options)) is not None:
+                work.wait()
+            rows = array("d", sums.tolist())
+        return [rows[start : start + count].tolist() for start in range(0, len(rows), count)]
 
     def start_transfers(
         self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]

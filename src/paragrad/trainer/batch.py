@@ -58,9 +58,7 @@ class Batch:
     @property
     def places(self) -> Sequence[int]:
         """The places in the global batch of the samples to load, micro-batch after micro-batch."""
-        if len(self.micro_batches) == 1:
-            return self.micro_batches[0].places
-        return list(chain.from_iterable(each.places for each in self.micro_batches))
+        return join_places([each.places for each in self.micro_batches])
 
     @property
     def recorded_ranges(self) -> list[list[int]]:
@@ -140,6 +138,26 @@ class Batch:
                 yield micro, inputs[part], target[part]
             else:
                 yield micro, *slice_batch((inputs, target), part, samples)
+
+
+def join_places(parts: Sequence[Sequence[int]]) -> Sequence[int]:
+    """Join places; those of ranges that follow each other are a range.
+
+    Args:
+        parts: The parts, in order.
+    """
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if isinstance(first, range) and first.step == 1:
+        stop = first.start
+        for each in parts:
+            if not (isinstance(each, range) and each.step == 1 and each.start == stop):
+                break
+            stop = each.stop
+        else:
+            return range(first.start, stop)
+    return list(chain.from_iterable(parts))
 
 
 def make_rank_batch(

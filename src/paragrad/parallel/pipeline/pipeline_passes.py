@@ -325,8 +325,10 @@ class PipelineStep:
         self.host = passes.host
         self.stage_forward = passes.stage_module.stage_forward
         self.axis = passes.axis
-        with self.host.use_autocast(), self.host.batch_norm.use_probe_mode():
-            self.plans = self.stage_forward.find_plans([inputs for _, inputs, _ in filled])
+        with self.host.use_autocast():
+            self.plans = self.stage_forward.find_plans(
+                [inputs for _, inputs, _ in filled], self.host.batch_norm.use_probe_mode
+            )
         self.meter = passes.activation_meter
         if self.meter is not None:
             self.meter.exclude_tensors(list_batch_tensors([each[1:] for each in filled]))
@@ -354,6 +356,7 @@ class PipelineStep:
             self.report_message if self.is_detailed else None,
             POSTED_RECEIVES,
             self.rank_program.touched_parts,
+            self.rank_program.postings,
         )
         program_run = self.program_run
         with contextlib.ExitStack() as stack:

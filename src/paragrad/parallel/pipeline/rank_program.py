@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from paragrad.executors.transport import list_touched_parts
-from paragrad.schedules.actions import Action, Compute, Slot
+from paragrad.executors.pipeline_memory import POSTED_RECEIVES
+from paragrad.executors.transport import list_touched_parts, plan_postings
+from paragrad.schedules.actions import Action, Compute, Recv, Slot
 from paragrad.schedules.pipeline import MicroBatchSchedule, parse_task_slot
 
 
@@ -45,6 +46,8 @@ class RankProgram:
 
         touched_parts: The parts that each action touches, as in `ProgramRun`.
 
+        postings: The receives that are posted before each action, as in `ProgramRun`.
+
         tasks: What each Compute of the program stands for.
 
         backward_count: Number of backwards, with halves counted one by one.
@@ -57,6 +60,7 @@ class RankProgram:
     micro_batch_schedule: MicroBatchSchedule
     program: Sequence[Action]
     touched_parts: Sequence[Sequence[Slot]]
+    postings: Sequence[Sequence[Recv]]
     tasks: Mapping[Compute, StageTask]
     backward_count: int
     splits_backward: bool
@@ -90,6 +94,7 @@ class RankProgram:
             micro_batch_schedule,
             program,
             [list_touched_parts(each) for each in program],
+            plan_postings(program, POSTED_RECEIVES),
             tasks,
             sum(each.what != "F" for each in tasks.values()),
             any(each.what == "W" for each in tasks.values()),

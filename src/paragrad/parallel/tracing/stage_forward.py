@@ -19,7 +19,8 @@ import contextlib
 import copy
 import logging
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -144,9 +145,18 @@ class StageForward(ValuelessModel):
         self.has_all_values = False
         return fake.requires_grad_() if tensor.requires_grad else fake
 
-    def find_plan(self, inputs: Any) -> CrossingPlan:
-        """Return the plan for inputs such as these; make it if there is none."""
-        leaves, spec = tree_flatten(inputs)
+    def find_plan(
+        self,
+        inputs: Any,
+        surround: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> CrossingPlan:
+        """Return the plan for inputs such as these; make it if there is none.
+
+        Args:
+            inputs: The inputs of a micro-batch.
+            surround: Returns the context in which a plan is made.
+        """
+        leaves, spec = ([inputs], None) if type(inputs) is Tensor else tree_flatten(inputs)
         key = (
             str(spec),
             self.model.training,
@@ -171,16 +181,27 @@ class StageForward(ValuelessModel):
                 if not plan.guards.steps or plan.guards.is_same_path(inputs)
             ),
             None,
-        ) or self._make_plan(inputs)
+        )
+        if match is None:
+            with surround():
+                match = self._make_plan(inputs)
         self.plans[key] = [match, *(plan for plan in known_plans if plan is not match)][:MAX_PATHS]
         if len(self.plans) > MAX_INPUT_SHAPES:
             del self.plans[next(iter(self.plans))]  # the least recently used
         return match
 
-    def find_plans(self, batches: Sequence[Any]) -> list[CrossingPlan]:
+    def find_plans(
+        self,
+        batches: Sequence[Any],
+        surround: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> list[CrossingPlan]:
         """Return the plan for each of the micro-batches of a step.
 
         Micro-batches that are tensors of one shape share a plan, unless the model reads values.
+
+        Args:
+            batches: The inputs of each micro-batch.
+            surround: As in `find_plan`.
         """
         plans: list[CrossingPlan] = []
         previous: Any = None
@@ -193,7 +214,7 @@ class StageForward(ValuelessModel):
             ):
                 plans.append(plans[-1])
             else:
-                plans.append(self.find_plan(inputs))
+                plans.append(self.find_plan(inputs, surround))
             previous = inputs
         return plans
 
