@@ -201,11 +201,11 @@ class Recorder:
     ) -> None:
         self.ended.set()
         try:
-            if error is None:
+            if self.pending or self.error is not None:
                 self.flush()
-            else:
-                with contextlib.suppress(OSError):  # the error of the block comes first
-                    self.flush()
+        except OSError:
+            if error is None:  # otherwise the error of the block comes first
+                raise
         finally:
             # a full disk was reported when the line was written
             with contextlib.suppress(OSError):

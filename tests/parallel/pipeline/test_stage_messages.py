@@ -15,6 +15,8 @@ from paragrad.parallel.pipeline.stage_messages import MessageBuffers, MessageLay
 from paragrad.parallel.tracing.crossing_plan import Crossing
 from paragrad.runtime.world import World
 
+pytestmark = pytest.mark.processes
+
 KEPT: list[Tensor] = []
 
 
@@ -28,7 +30,6 @@ def make_layout(*shapes: tuple[int, ...]) -> MessageLayout:
     )
 
 
-@pytest.mark.pure
 def test_buffers_are_used_again_unless_a_tensor_uses_their_memory() -> None:
     memory, layout = MessageBuffers(torch.device("cpu")), make_layout((3, 4), (5,))
     first = memory.take_buffer(layout)
@@ -50,7 +51,6 @@ def test_buffers_are_used_again_unless_a_tensor_uses_their_memory() -> None:
     assert {memory.take_buffer(layout), memory.take_buffer(layout)} == {first, second}
 
 
-@pytest.mark.pure
 def test_buffers_of_other_lengths_are_dropped_after_a_step_without_them() -> None:
     memory, short, long = MessageBuffers(torch.device("cpu")), make_layout((3,)), make_layout((9,))
     for layout in (short, long):

@@ -63,7 +63,6 @@ from paragrad.trainer.checks.update_check import (
     make_reference_update,
 )
 from paragrad.trainer.checks.whole_module import (
-    SMALL_BYTES,
     WholeModule,
     assemble_whole_module,
     count_model_bytes,
@@ -96,6 +95,9 @@ UNEQUAL_REPLICAS = (
     "changed it on one of them alone, such as other gradients after the exchange, or a forward "
     "that writes to it by .data. {}"
 )
+
+# Copies of a smaller model are not worth the milliseconds that the system takes for their memory.
+RETURNED_BYTES = 4 << 20
 
 
 class StepChecker:
@@ -471,11 +473,17 @@ class StepChecker:
         if not self.training.compares_steps:
             return
         with self.schedule.measure_part():
+            # What the passes of all ranks have freed would lie beside the copies on rank 0.
+            self._return_memory()
             gradients = None
             if self.step_check is not None:
                 gradients = self._check_outcome(loss, weight, "this step")
             group_names = self._find_group_names()
             self.update_checks = make_reference_update(self.training, group_names, gradients)
+
+    def _return_memory(self) -> None:
+        if count_model_bytes(self.training) > RETURNED_BYTES:
+            return_freed_memory()
 
     def _find_group_names(self) -> list[list[str]] | None:
         """Return the names of the parameters in each group; None if they are not known any more."""
@@ -514,8 +522,8 @@ class StepChecker:
             self._refuse_unequal_replicas(
                 "after", dict(training.setup.model.named_buffers()) if buffers else {}
             )
-            if training.world.rank == 0 and count_model_bytes(training) > SMALL_BYTES:
-                return_freed_memory()
+            if training.world.rank == 0:  # which made the copies
+                self._return_memory()
         state.plan_check(self.schedule.plan_next(state.own_steps + 1, state.steps, training.world))
         if self.finding and training.world.rank == 0:
             equal, separator, note = self.finding.partition("; ")
