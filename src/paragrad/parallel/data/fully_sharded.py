@@ -330,29 +330,32 @@ class FullyShardedExchange(Exchange):
             for name in trained
         ]
         order = float(zlib.crc32("\n".join(self.expected_messages).encode()))
-        own_report = torch.tensor(
-            [order, weight, loss, float(self.stop_requested), self.doubtful_weight, *used_flags],
-            dtype=torch.float64,
-        )
+        own_report = [
+            order,
+            weight,
+            loss,
+            float(self.stop_requested),
+            self.doubtful_weight,
+            *used_flags,
+        ]
         self.count_bytes(
             "used",
-            count_collective_bytes("all_gather", own_report.nbytes, self.world.size),
+            count_collective_bytes(
+                "all_reduce", 8 * self.world.size * len(own_report), self.world.size
+            ),
             computed=True,
         )
-        reports = torch.stack(self.world.all_gather(own_report))
-        if other_ranks := [
-            rank
-            for rank, number in enumerate(reports[:, 0].tolist())
-            if number != float(reports[0, 0])
-        ]:
+        reports = self.world.gather_numbers(own_report)
+        if other_ranks := [rank for rank, each in enumerate(reports) if each[0] != reports[0][0]]:
             raise StepFailed(
                 f"ranks 0 and {other_ranks[0]} gather and sum the parameters of modules in another "
                 "order: a part of the model is used for some samples only; use it for all, "
                 f"{ALTERNATIVE_HINT}",
                 differs=True,
             )
-        self.totals = reports[:, 1:5].sum(0).tolist()
-        used_by_any = dict(zip(trained, reports[:, 5:].amax(0).tolist(), strict=True))
+        columns = list(zip(*reports, strict=True))
+        self.totals = [sum(each) for each in columns[1:5]]
+        used_by_any = dict(zip(trained, map(any, columns[5:]), strict=True))
         for name, part in self.shard_tensors.items():
             if not used_by_any.get(name):
                 part.grad = None
