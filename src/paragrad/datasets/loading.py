@@ -97,7 +97,7 @@ class Samples:
 
     def __getitem__(self, key: tuple[int, Indices] | tuple[int, Indices, Sequence[int]]) -> Any:
         epoch, indices, *places = key
-        if not isinstance(indices, list) and not self.is_tensor_dataset:
+        if isinstance(indices, numpy.ndarray) and not self.is_tensor_dataset:
             indices = indices.tolist()
         if isinstance(self.dataset, Stream):
             self.dataset.read_batch(self.seed, epoch, indices, self.sample_timeout)
@@ -176,9 +176,9 @@ def _select_indices(indices: Indices, places: Sequence[int]) -> Indices:
     """Return the indices at some places; of a range, by slicing."""
     if isinstance(places, range) and places.step == 1 and places.stop <= len(indices):
         return indices[places.start : places.stop]
-    if isinstance(indices, list):
-        return [indices[place] for place in places]
-    return indices[list(places)]
+    if isinstance(indices, numpy.ndarray):
+        return indices[list(places)]
+    return [indices[place] for place in places]
 
 
 def explain_whole_batch(samples: Samples, batch: int) -> str | None:

@@ -358,7 +358,9 @@ def run_passes(
 class SequentialPasses(Passes):
     """Runs the forward and backward passes of each micro-batch in turn, as one worker does."""
 
-    leaves_factor = True
+    def __init__(self, host: PassesHost, exchange: Exchange) -> None:
+        super().__init__(host, exchange)
+        self.leaves_factor = type(self) is SequentialPasses  # a subclass may run its own backward
 
     def compute_gradients(
         self, micros: Iterable[tuple[MicroBatch, Any, Any]], count: int
@@ -387,10 +389,10 @@ class SequentialPasses(Passes):
         host.batch_norm.start_micro_batch(samples)
         with exchange.micro_batch(number == count - 1), host.key_draws(micro), host.batch_norm:
             with enter_contexts(self._list_forward_contexts(number, inputs, target)):
-                share, weight = exchange.module(inputs, target, samples)
+                value, weight = exchange.module(inputs, target, samples)
             factor = host.module.share_factor
-            value = share.item() if factor == 1.0 else read_share(share, factor)
-            if not math.isfinite(value):
+            share = value.item() if factor == 1.0 else read_share(value, factor)
+            if not math.isfinite(share):
                 with host.batch_norm.use_probe_mode():
                     raise StepFailed(
                         "the loss is not finite",
@@ -401,10 +403,10 @@ class SequentialPasses(Passes):
                     )
             with enter_contexts(self._list_backward_contexts(number, weight)):
                 if factor == 1.0:
-                    share.backward()
+                    value.backward()
                 else:
-                    backpropagate_share(share, factor)
-        return value, weight
+                    backpropagate_share(value, factor)
+        return share, weight
 
     def _list_forward_contexts(
         self, number: int, inputs: Any, target: Any

@@ -277,6 +277,8 @@ class ProgramRun:
             if self.is_computing:
                 raise
             raise StepFailed(report.format_report(error)) from error
+        finally:
+            self.group = None  # a group that an error keeps alive cannot be left
 
     def play_send(self, action: Send) -> None:
         """Post the next receives, then send a slot."""

@@ -74,7 +74,7 @@ def count_target_weight(loss: Loss, target: Any) -> float | None:
     ignore_index, class_weight = options
     is_plain = type(target) is Tensor and target.is_cpu and type(ignore_index) is int
     if class_weight is None and is_plain:
-        if target.ndim > 1 or len(target) > LISTED_TARGETS:
+        if target.ndim != 1 or len(target) > LISTED_TARGETS:
             return float(numpy.count_nonzero(target.numpy() != ignore_index))
         # After a forward pass, the code of numpy is no longer in the caches of the processor. For a
         # small batch, a list then takes a fifth of the time.
@@ -207,33 +207,28 @@ class WeighedLoss(NamedTuple):
         return self.value if divisor == 1.0 else self.value / divisor
 
 
-@functools.lru_cache(maxsize=16)  # the micro-batches of most steps have few different weights
-def _make_gradient(factor: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.full((), factor, dtype=dtype, device=device)
-
-
-def read_share(share: Tensor, factor: float) -> float:
-    """Return the number of a share.
+def read_share(value: Tensor, factor: float) -> float:
+    """Return the number of a share, from a value and the factor of its share.
 
     Args:
-        share: The share without its factor.
+        value: The value.
         factor: The factor (`LossModule.share_factor`).
     """
-    value: float = share.item()
-    if share.dtype == torch.float64:
-        return value * factor
+    number: float = value.item()
+    if value.dtype == torch.float64:
+        return number * factor
     # In double precision the product is exact, so this rounds as torch does in float32.
-    return ctypes.c_float(value * ctypes.c_float(factor).value).value
+    return ctypes.c_float(number * ctypes.c_float(factor).value).value
 
 
-def backpropagate_share(share: Tensor, factor: float) -> None:
-    """Run the backward of a share.
+def backpropagate_share(value: Tensor, factor: float) -> None:
+    """Run the backward of a share, from a value and the factor of its share.
 
     Args:
-        share: The share without its factor.
+        value: The value.
         factor: The factor (`LossModule.share_factor`).
     """
-    share.backward(_make_gradient(factor, share.dtype, share.device))
+    value.backward(torch.full((), factor, dtype=value.dtype, device=value.device))
 
 
 def _widen(value: Tensor) -> Tensor:
@@ -259,9 +254,10 @@ class LossModule(nn.Module):
 
         runs_passes: Whether the passes of a step run.
 
-        leaves_factor: Whether the factor of a share is left to the backward, in these passes.
+        leaves_factor: Whether these passes get the value of a share, and begin its backward with
+            the factor.
 
-        share_factor: The factor of the last share, with which its backward begins.
+        share_factor: The factor of the last share, if `leaves_factor`; otherwise 1.
 
         has_traced_divisor: Whether the divisor of the mean is read from its graph. If False, the
             weight is the number of samples. None is the state before the first step.

@@ -66,8 +66,9 @@ are microseconds after `start`, in the order of `spans`. `spans` is left out if 
 the previous step. A step costs about 250 bytes on each rank.
 
 Waiting: The lines of steps are in the file within a second (STEP_DELAY). Any other line, and a
-checkpoint, write those that wait before it. So does the end of the process, unless it is killed. A
-worker that others can replace writes each step at once, because its samples count after its death.
+checkpoint, write those that wait before it. So does the end of the process, unless it is killed or
+ends at once, because its launcher is gone. A worker that others can replace writes each step at
+once, because its samples count after its death.
 
 Other rules: If `compare` times a plain PyTorch loop, that is the `strategy` and `resolved` of the
 run. It has step and cpu lines only, and the weight of its loss is 1. Of a worker that joined from
@@ -184,7 +185,7 @@ class Recorder:
         self.last_write = time.monotonic()
         self.lock = threading.RLock()
         self.ended = threading.Event()
-        self.error: OSError | None = None
+        self.error: Exception | None = None
         if delay:
             threading.Thread(
                 target=self._write_overdue, name="paragrad-record", daemon=True
@@ -200,16 +201,17 @@ class Recorder:
         trace: TracebackType | None,
     ) -> None:
         self.ended.set()
-        try:
-            if self.pending or self.error is not None:
-                self.flush()
-        except OSError:
-            if error is None:  # otherwise the error of the block comes first
-                raise
-        finally:
-            # a full disk was reported when the line was written
-            with contextlib.suppress(OSError):
-                self.file.close()
+        with self.lock:
+            try:
+                if self.pending or self.error is not None:
+                    self.flush()
+            except Exception:
+                if error is None:  # otherwise the error of the block comes first
+                    raise
+            finally:
+                # a full disk was reported when the line was written
+                with contextlib.suppress(OSError):
+                    self.file.close()
 
     def now(self) -> float:
         """Return the seconds since the start of the run."""
@@ -270,10 +272,13 @@ class Recorder:
         """Write lines after which no other line comes for some time."""
         while not self.ended.wait(self.delay):
             if self.pending and time.monotonic() - self.last_write >= self.delay:
-                try:
-                    self.flush()
-                except OSError as error:
-                    self.error = error  # for the next line
+                with self.lock:
+                    if self.ended.is_set():
+                        return
+                    try:
+                        self.flush()
+                    except Exception as error:
+                        self.error = error  # for the next line
 
 
 def truncate_torn_line(path: Path) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from paragrad.errors import Refused
 from paragrad.jobs.job import Job
+from paragrad.loops.plain_pytorch import PLAIN_PYTORCH
 from paragrad.record.noise_scale import NoiseScale, track_noise_scale
 from paragrad.record.record import ENDED_EARLY, Line, Record
 from paragrad.record.round_counts import CLIENT_LOST, IDLE_ROUND, NO_CLIENT_RETURNED
@@ -204,6 +205,11 @@ class Run(Record):
             Refused: It is a user's strategy, and its file was not imported.
         """
         text = self.header["resolved"]
+        if text == PLAIN_PYTORCH:
+            raise Refused(
+                f"{self.folder} is the time of a {PLAIN_PYTORCH}, which has no strategy; give the "
+                "folder of a row of the comparison"
+            )
         try:
             return strategy(text)
         except Refused as error:

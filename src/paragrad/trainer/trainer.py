@@ -28,7 +28,7 @@ from paragrad.datasets.stream import Stream, refuse_sampled_stream
 from paragrad.engine.optimizer.modes import use_optimizer_eval_mode
 from paragrad.engine.passes import enter_pass_contexts
 from paragrad.engine.probe import use_model_eval_mode
-from paragrad.engine.rng.draws import set_compiled_draws
+from paragrad.engine.rng.draws import COMPILED_DRAWS
 from paragrad.engine.state.shared_initialization import InitialModel, build_shared_model
 from paragrad.errors import Refused
 from paragrad.jobs.job import TRAINED_MODELS, Job
@@ -95,7 +95,7 @@ class Trainer:
 
         overwrites: Whether saving there removes checkpoints of later steps.
 
-        compiled_draws: How compiled code drew random numbers before.
+        is_open: Whether the trainer is not closed yet.
     """
 
     def __init__(
@@ -121,14 +121,15 @@ class Trainer:
         self.folder: Path | None = None
         self.loaded_folder: Path | None = None
         self.overwrites = False
-        # once for the training, because asking in each step takes microseconds
-        self.compiled_draws = set_compiled_draws(True)
         if strategy.adapts_shares or self.pace.slow_ranks != SlowRanks():
             self.training.add_observer(PaceObserver(self.training, self.pace))
         if options.noise_interval:
             self.training.add_observer(NoiseObserver(self.training))
         if options.record is not None:
             self.training.add_observer(RecordObserver(self.training))
+        # once for the training, because asking in each step takes microseconds
+        self.is_open = True
+        COMPILED_DRAWS.open()
 
     @classmethod
     def build_for_job(
@@ -563,5 +564,7 @@ class Trainer:
 
     def close(self) -> None:
         """Close the exchange; the model is a plain one again."""
-        set_compiled_draws(self.compiled_draws)
+        if self.is_open:
+            COMPILED_DRAWS.close()
+        self.is_open = False
         self.training.close()

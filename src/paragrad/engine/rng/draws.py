@@ -534,23 +534,38 @@ def check_seen_draws(draws: Draws) -> Iterator[None]:
         )
 
 
-def set_compiled_draws(calls_kernels: bool) -> bool:
-    """Set how code that torch.compile compiles from now on draws random numbers, in this process.
+class CompiledDraws:
+    """How code that torch.compile compiles draws random numbers in this process.
 
-    Args:
-        calls_kernels: Whether it calls torch's random kernels, whose numbers `KeyedDraws` provides.
-            Otherwise it draws inside its own kernels, where nothing can replace the numbers.
+    While a training is open, it calls torch's random kernels, whose numbers `KeyedDraws` provides.
+    Otherwise it draws inside its own kernels, where nothing can replace the numbers.
 
-    Returns:
-        What was set before.
+    Attributes:
+        trainings: The number of open trainings.
+        before: What was set before the first of them.
     """
-    config: Any = sys.modules.get("torch._inductor.config")
-    if config is None:
-        return False
-    before: bool = config.fallback_random
-    if calls_kernels != before:
-        config.fallback_random = calls_kernels
-    return before
+
+    def __init__(self) -> None:
+        self.trainings = 0
+        self.before = False
+
+    def open(self) -> None:
+        """Begin a training."""
+        config: Any = sys.modules.get("torch._inductor.config")
+        if config is not None and not self.trainings:
+            self.before = config.fallback_random
+            config.fallback_random = True
+        self.trainings += 1
+
+    def close(self) -> None:
+        """End a training."""
+        self.trainings -= 1
+        config: Any = sys.modules.get("torch._inductor.config")
+        if config is not None and not self.trainings:
+            config.fallback_random = self.before
+
+
+COMPILED_DRAWS = CompiledDraws()
 
 
 class ReplicatedDraws:

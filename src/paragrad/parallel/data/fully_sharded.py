@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -354,7 +355,7 @@ class FullyShardedExchange(Exchange):
                 differs=True,
             )
         columns = list(zip(*reports, strict=True))
-        self.totals = [sum(each) for each in columns[1:5]]
+        self.totals = [math.fsum(each) for each in columns[1:5]]
         used_by_any = dict(zip(trained, map(any, columns[5:]), strict=True))
         for name, part in self.shard_tensors.items():
             if not used_by_any.get(name):

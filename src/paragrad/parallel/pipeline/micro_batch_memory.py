@@ -225,7 +225,7 @@ def measure_stages(passes: PipelinePasses, micro_batch: MicroBatchInputs) -> Ite
         saved_between_halves,
         batch_copy,
     ) = ([0] * stages for _ in range(7))
-    with hook_module_calls(None):
+    with hook_module_calls(None), step.host.batch_norm:
         for stage in range(stages):
             meter = ActivationMeter(excluded)
             step.use_meter(meter)

@@ -46,7 +46,7 @@ from paragrad.strategies.shares import MicroBatch
 LEAF_WRITTEN = "leaf Variable that requires grad"  # in what torch says of it
 LATE_WRITE = (
     "a part of the model changes in place what it receives from the part before, which it did not "
-    "do in its first forward; let it change a copy, or do so in every forward"
+    "do in its first forward, or a parameter; let it change a copy, or do so in every forward"
 )
 
 
@@ -370,6 +370,8 @@ class PipelineStep:
             program_run.play_program()
         self.program_run = None
         self.messages.close()
+        if self.training:
+            self.passes.message_buffers.drop_unused()
         self.passes.set_last_backward(is_last=False)
         self.passes.exchange.count_bytes("activations", program_run.sent_bytes, computed=False)
 
@@ -507,7 +509,9 @@ class PipelineStep:
         leaves: list[Tensor] = []
         gradients: list[Tensor | None] = []
         versions: list[int] | None = None
-        if stage in plan.reading_stages:
+        autocast = host.use_autocast()
+        # autocast casts a leaf once for all its uses, and sums their gradients in the narrow type
+        if stage in plan.reading_stages and autocast is NO_CONTEXT:
             leaves = received
             for each, wanted in zip(received, wants_gradients, strict=True):
                 each.requires_grad_(wanted)
@@ -524,7 +528,7 @@ class PipelineStep:
         self.drawn_calls[stage, number] = {}
         with (
             self.key_draws(stage, number),
-            host.use_autocast(),
+            autocast,
             NO_CONTEXT if self.meter is None else self.meter.count_saved_tensors(),
         ):
             with deferred:
@@ -629,11 +633,11 @@ class PipelineStep:
             elif pending.ends:
                 self.backpropagate(pending.ends, self.messages.read_gradients(gradient_slot))
         self.messages.forget_message(gradient_slot)
+        gradients = None
         if stage > self.first_trained_stage:
-            self.messages.write_message(
-                f"g{stage}.{number}",
-                pending.list_gradients(self.plans[number].crossing[stage - 1]),
-            )
+            gradients = pending.list_gradients(self.plans[number].crossing[stage - 1])
         del pending  # the graph
         if not self.rank_program.splits_backward:
             self.messages.free_graph(slot)
+        if gradients is not None:
+            self.messages.write_message(f"g{stage}.{number}", gradients)

@@ -293,15 +293,14 @@ class StageMessages(Mapping[Slot, Tensor]):
 
         Args:
             slot: Name of the message.
-            is_in_graph: Whether a graph uses its memory, until `free_graph`.
+            is_in_graph: Whether a graph may use its memory, until `free_graph`.
         """
         buffer = self.buffers.pop(slot, None)
-        self.buffer_holds.pop(slot, None)
-        if buffer is None:
-            return
-        if is_in_graph:
+        if buffer is not None and is_in_graph and buffer.is_used_elsewhere:
             self.kept_buffers[slot] = buffer
-        else:
+            return
+        self.buffer_holds.pop(slot, None)
+        if buffer is not None:
             self.memory.return_buffer(buffer)
 
     def free_graph(self, slot: Slot) -> None:
@@ -311,16 +310,16 @@ class StageMessages(Mapping[Slot, Tensor]):
             slot: Name of the message.
         """
         if (buffer := self.kept_buffers.pop(slot, None)) is not None:
+            self.buffer_holds.pop(slot, None)
             self.memory.return_buffer(buffer)
 
     def close(self) -> None:
         """Forget all messages at the end of the step."""
+        self.buffer_holds.clear()
         for buffer in (*self.buffers.values(), *self.kept_buffers.values()):
             self.memory.return_buffer(buffer)
         self.buffers.clear()
         self.kept_buffers.clear()
-        self.buffer_holds.clear()
-        self.memory.drop_unused()
 
     def __iter__(self) -> Iterator[Slot]:
         return iter(self.buffers)
