@@ -444,6 +444,17 @@ def choose_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype.to_complex() if tensor.is_complex() else dtype
 
 
+def _is_rowwise(leaf: Any, samples: int) -> bool:
+    """Return whether a leaf is a plain tensor with a row for each sample."""
+    return (
+        type(leaf) is Tensor
+        and leaf.layout is torch.strided
+        and not leaf.is_nested
+        and leaf.ndim > 0
+        and leaf.shape[0] == samples
+    )
+
+
 def slice_batch(value: Any, rows: slice | list[int], samples: int) -> Any:
     """Take some rows of a batch: of each tensor, and of sequences of plain values.
 
@@ -460,6 +471,11 @@ def slice_batch(value: Any, rows: slice | list[int], samples: int) -> Any:
     Raises:
         ValueError: The first dimension of a tensor is not the samples.
     """
+    # the batch of most steps is a pair of plain tensors
+    if type(value) is tuple and len(value) == 2 and value[0] is not value[1]:
+        inputs, target = value
+        if _is_rowwise(inputs, samples) and _is_rowwise(target, samples):
+            return inputs[rows], target[rows]
     sliced: dict[int, Tensor] = {}
 
     def slice_leaf(leaf: Any) -> Any:

@@ -14,7 +14,6 @@ from itertools import chain, tee
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from paragrad.datasets.loader_processes import load_batches
@@ -125,19 +124,8 @@ class Batch:
             yield self.micro_batches[0], inputs, target
             return
         samples = len(self.places)
-        is_pair = inputs is not target and all(
-            type(each) is Tensor
-            and each.layout is torch.strided
-            and not each.is_nested
-            and each.ndim
-            and len(each) == samples
-            for each in (inputs, target)
-        )
         for micro, part in self.iterate_slices():
-            if is_pair:  # as `slice_batch`, in a tenth of the time
-                yield micro, inputs[part], target[part]
-            else:
-                yield micro, *slice_batch((inputs, target), part, samples)
+            yield micro, *slice_batch((inputs, target), part, samples)
 
 
 def join_places(parts: Sequence[Sequence[int]]) -> Sequence[int]:

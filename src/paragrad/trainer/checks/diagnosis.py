@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 
 from paragrad.parallel.registry import has_model_shards, is_builtin_technique
-from paragrad.strategies.shares import Division
 from paragrad.strategies.strategy import list_factors
 from paragrad.trainer.checks.step_check import DivisionTest, Mismatch
 from paragrad.trainer.training import Training
@@ -127,7 +126,7 @@ def diagnose_step(
     if kinds == {"gradient"} and not training.module.is_linear:
         return NONLINEAR_GRADIENT
     if "loss" in kinds or kinds == {"gradient"}:
-        if training.setup.layout.is_partitioned and training.state.division == Division():
+        if training.setup.layout.is_partitioned and training.state.is_undivided:
             # No rank has a share of the batch, so the loss cannot mix samples of different shares.
             return (
                 UNTRACED_CROSSING

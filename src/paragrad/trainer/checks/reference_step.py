@@ -34,7 +34,7 @@ from paragrad.runtime.launcher_env import read_available_memory
 from paragrad.runtime.rendezvous import count_local_ranks
 from paragrad.runtime.single_group import act_alone
 from paragrad.runtime.world import World
-from paragrad.strategies.shares import Division, split_micro_batches
+from paragrad.strategies.shares import split_micro_batches
 from paragrad.trainer.batch import Batch
 from paragrad.trainer.checks.step_check import (
     SAMPLE_ORDERINGS,
@@ -295,7 +295,7 @@ def make_reference_step(
     # Every share begins with the same buffers, and one worker's parts would not.
     changes = shared_outcome.changed_buffers or shared_outcome.changed_parameters
     is_divided = (
-        training.state.division != Division()
+        not training.state.is_undivided
         and not loss_only
         and not training.batch_norm.has_computed
         and not (

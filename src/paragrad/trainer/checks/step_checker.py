@@ -35,7 +35,6 @@ from paragrad.parallel.registry import has_model_shards
 from paragrad.runtime import stragglers
 from paragrad.runtime.allocator import return_freed_memory
 from paragrad.runtime.world import World
-from paragrad.strategies.shares import Division
 from paragrad.trainer.batch import Batch
 from paragrad.trainer.checks.check_schedule import CheckSchedule
 from paragrad.trainer.checks.diagnosis import describe_mismatch, explain_layout_draws
@@ -426,11 +425,7 @@ class StepChecker:
         """
         training = self.training
         # If there is one share, one worker's weight says nothing more.
-        if (
-            not doubtful_weight
-            or not training.is_exact_split
-            or training.state.division == Division()
-        ):
+        if not doubtful_weight or not training.is_exact_split or training.state.is_undivided:
             return weight
         check = self.step_check
         reason = training.setup.explain_no_whole_model()
