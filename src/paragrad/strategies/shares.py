@@ -33,6 +33,11 @@ class Division:
     shares: tuple[int, ...] = (1,)
     micro: int = 1
 
+    @property
+    def is_undivided(self) -> bool:
+        """Whether each replica has the whole batch, in one micro-batch."""
+        return len(self.shares) == 1 and self.micro == 1
+
 
 @dataclass(frozen=True)
 class MicroBatch:

@@ -147,11 +147,6 @@ class TrainingState:
         return None if self.is_scheduled_by_loop else self.scheduler
 
     @property
-    def is_undivided(self) -> bool:
-        """Whether each replica has the whole batch, in one micro-batch."""
-        return len(self.division.shares) == 1 and self.division.micro == 1
-
-    @property
     def is_check_due(self) -> bool:
         """Whether the next step is checked."""
         return self.is_check_requested or self.own_steps + 1 == self.next_check
@@ -639,7 +634,7 @@ class Training:
     @property
     def is_plain(self) -> bool:
         """Whether one worker makes the steps of a plain loop: nothing is split or exchanged."""
-        return self.setup.full_world.size == 1 and self.state.is_undivided
+        return self.setup.full_world.size == 1 and self.state.division.is_undivided
 
     @property
     def seed(self) -> int:
@@ -667,7 +662,7 @@ class Training:
             strict=self.setup.refuses_new_draws,
             first_call=first_call,
             call_numbers=call_numbers,
-            has_all_samples=self.state.is_undivided,
+            has_all_samples=self.state.division.is_undivided,
         )
 
     def use_autocast(self) -> AbstractContextManager[Any]:

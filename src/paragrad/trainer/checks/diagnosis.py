@@ -126,7 +126,7 @@ def diagnose_step(
     if kinds == {"gradient"} and not training.module.is_linear:
         return NONLINEAR_GRADIENT
     if "loss" in kinds or kinds == {"gradient"}:
-        if training.setup.layout.is_partitioned and training.state.is_undivided:
+        if training.setup.layout.is_partitioned and training.state.division.is_undivided:
             # No rank has a share of the batch, so the loss cannot mix samples of different shares.
             return (
                 UNTRACED_CROSSING

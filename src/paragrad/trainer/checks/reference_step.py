@@ -295,7 +295,7 @@ def make_reference_step(
     # Every share begins with the same buffers, and one worker's parts would not.
     changes = shared_outcome.changed_buffers or shared_outcome.changed_parameters
     is_divided = (
-        not training.state.is_undivided
+        not training.state.division.is_undivided
         and not loss_only
         and not training.batch_norm.has_computed
         and not (

@@ -425,7 +425,11 @@ class StepChecker:
         """
         training = self.training
         # If there is one share, one worker's weight says nothing more.
-        if not doubtful_weight or not training.is_exact_split or training.state.is_undivided:
+        if (
+            not doubtful_weight
+            or not training.is_exact_split
+            or training.state.division.is_undivided
+        ):
             return weight
         check = self.step_check
         reason = training.setup.explain_no_whole_model()
