@@ -22,6 +22,8 @@ from typing import Any
 
 KB = 1 << 10
 MB = 1 << 20
+# steps are timed in groups of so many, if there are more than so many groups
+GROUP_STEPS, LEAST_GROUPS = 16, 9
 
 
 def format_size(size: int) -> str:
@@ -93,8 +95,17 @@ def measure_in_turn(
 def compute_step_milliseconds(starts: list[float]) -> float:
     """Return the median time from step to step, in milliseconds. The first three steps are
     warm-up and do not count.
+
+    Of many steps, the median is over groups of steps that follow each other: some work, such as
+    loading small batches, is done for several steps at once.
     """
-    return 1e3 * median(later - earlier for earlier, later in itertools.pairwise(starts[3:]))
+    starts = starts[3:]
+    group = GROUP_STEPS if len(starts) > LEAST_GROUPS * GROUP_STEPS else 1
+    return (
+        1e3
+        / group
+        * median(later - earlier for earlier, later in itertools.pairwise(starts[::group]))
+    )
 
 
 def differences(ours: list[float], theirs: list[float]) -> list[float]:

@@ -6,6 +6,7 @@ exact for any number of loaders.
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import re
@@ -205,6 +206,58 @@ def test_whole_batches_use_the_batch_method_of_a_dataset() -> None:
             return x + 1, y
 
     assert torch.equal(Samples(Shifted(*VECTORS.tensors))[0, [3]][0], VECTORS.tensors[0][[3]] + 1)
+
+
+def load_rows(tensors: tuple[Tensor, ...], batch: int = 16) -> Iterator[Any]:
+    """Load the batches of an epoch from a TensorDataset."""
+    samples = Samples(TensorDataset(*tensors))
+    order = SampleOrder(len(samples), batch, 0)
+    return load_batches(
+        samples,
+        (
+            (0, order.select_indices(0, positions), range(len(positions)))
+            for positions in order.list_batches()
+        ),
+    )
+
+
+@pytest.mark.parametrize("columns", [4, 3])
+@pytest.mark.parametrize("rows", [1000, 2])
+def test_small_batches_of_tensors_are_selected_together(rows: int, columns: int) -> None:
+    """They are what selecting each by itself gives; each begins as memory of its own does."""
+    inputs, targets = torch.randn(rows, columns), torch.arange(rows)
+    order = SampleOrder(rows, 16, 0)
+    batches = list(load_rows((inputs, targets)))
+    assert len(batches) == order.steps
+    for (found_inputs, found_targets), positions in zip(batches, order.list_batches(), strict=True):
+        indices = order.get_indices(0, positions)
+        assert torch.equal(found_inputs, inputs[indices])
+        assert torch.equal(found_targets, targets[indices])
+        assert found_inputs.data_ptr() % 64 == found_targets.data_ptr() % 64 == 0
+
+
+@pytest.mark.parametrize("is_in_numpy", [False, True])
+def test_batches_show_a_change_of_the_dataset(is_in_numpy: bool) -> None:
+    """A loop may correct labels between two steps; the next batch has the new ones."""
+    labels = numpy.zeros(64, dtype=numpy.int64)
+    targets = torch.from_numpy(labels) if is_in_numpy else torch.zeros(64, dtype=torch.int64)
+    batches = load_rows((torch.randn(64, 4), targets))
+    assert not next(batches)[1].any()
+    if is_in_numpy:
+        labels += 1
+    else:
+        targets.add_(1)
+    assert next(batches)[1].all()
+
+
+def test_a_batch_that_is_changed_in_place_changes_no_other() -> None:
+    scale = torch.ones((), requires_grad=True)
+    first, second = (inputs for inputs, _ in itertools.islice(load_rows(VECTORS.tensors), 2))
+    kept = second.clone()
+    first.mul_(scale)
+    assert first.requires_grad
+    assert not second.requires_grad
+    assert torch.equal(second, kept)
 
 
 def test_nested_batches() -> None:

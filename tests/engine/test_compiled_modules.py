@@ -7,8 +7,11 @@ compiler.
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from torch.utils.data import TensorDataset
 
 import paragrad as pg
 from paragrad.engine.compiled_modules import is_compiled
+from paragrad.engine.rng.draws import COMPILED_DRAWS, CompiledDraws
 
 pytestmark = pytest.mark.processes
 
@@ -218,4 +222,24 @@ def test_default_backend_draws_the_numbers_of_the_step() -> None:
     assert train_loop(torch.compile(Mlp())) == pytest.approx(plain, rel=1e-6)
     from torch._inductor import config
 
+    # a test before this one may have left a training open
+    assert config.fallback_random is (COMPILED_DRAWS.trainings > 0)
+
+
+def test_a_training_left_open_does_not_hide_torch_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first training began before torch.compile was imported, and was never closed.
+
+    A second one then found a training open, and left torch.compile's own draws on.
+    """
+    name = "torch._inductor.config"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    draws = CompiledDraws()
+    draws.open()
+    config: Any = SimpleNamespace(fallback_random=False)
+    monkeypatch.setitem(sys.modules, name, config)
+    draws.open()
+    assert config.fallback_random is True
+    draws.close()
+    assert config.fallback_random is True
+    draws.close()
     assert config.fallback_random is False

@@ -46,7 +46,7 @@ def load_batches(samples: Samples, keys: Iterable[Any], loaders: int = 0) -> Ite
         An iterator over the batches.
     """
     if loaders == 0:
-        return (samples[key] for key in keys)
+        return samples.load_in_turn(keys)
     use_clearable_tempdir()
     return _load_in_processes(samples, keys, loaders)
 

@@ -8,8 +8,10 @@ named tuple, such as a PackedSequence, is one argument of the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import numpy
@@ -36,6 +38,11 @@ from paragrad.runtime.world import DEFAULT_TIMEOUT
 Dataset = Any
 Collate = Callable[[list[Any]], Any]
 PROBE_SAMPLES = 5  # samples that test a collate
+# small batches of a TensorDataset are selected together, up to so many and up to so many bytes
+JOINT_BATCHES = 64
+JOINT_BYTES = 2**18
+# torch's memory begins at a multiple of so many bytes, and results can depend on that
+ALIGNMENT = 64
 SHARE_HINT = (
     "; if it drops samples, let it keep them with targets that do not count, or leave them out of "
     "the dataset; if it needs the whole batch, write collate=paragrad.WholeBatch(collate)"
@@ -76,6 +83,8 @@ class Samples:
     index). Random numbers of `collate` follow the first sample of the batch. Afterwards the
     generators are restored. A plain TensorDataset draws nothing and returns its batch at once. So
     does a dataset with `whole_batches = True`, unless there is a `collate`.
+    `load_in_turn` selects small batches of a TensorDataset together, since each selection costs
+    more than the copies it makes.
 
     Attributes:
         dataset: A map-style dataset, or a Stream.
@@ -109,16 +118,46 @@ class Samples:
             )
         return self._collate_samples(epoch, _select_indices(indices, places[0]), len(indices))
 
-    @property
+    @cached_property
     def is_tensor_dataset(self) -> bool:
         """Whether a batch is selected from tensors at once."""
         return self.collate is None and type(self.dataset).__getitem__ is TensorDataset.__getitem__
 
+    def load_in_turn(
+        self, keys: Iterable[tuple[int, Indices] | tuple[int, Indices, Sequence[int]]]
+    ) -> Iterator[Any]:
+        """Yield the batch of each key.
+
+        At most `JOINT_BYTES` are loaded before they are needed. A change that torch makes in the
+        tensors of the dataset is seen in the next batch.
+
+        Args:
+            keys: The keys.
+        """
+        keys = iter(keys)
+        if not self.is_tensor_dataset:
+            yield from map(self.__getitem__, keys)
+            return
+        for first in keys:
+            count = _count_joint_batches(self.dataset.tensors, len(first[-1]))
+            if count == 1:
+                yield self[first]
+                continue
+            group = [_select_indices(*key[1:]) for key in [first, *islice(keys, count - 1)]]
+            versions, loaded = [-1], list[Any]()
+            for number in range(len(group)):
+                tensors = self.dataset.tensors
+                if (found := [each._version for each in tensors]) != versions:
+                    versions, loaded = (
+                        found,
+                        [None] * number + _select_batches(tensors, group[number:]),
+                    )
+                yield loaded[number]
+
     def _collate_samples(self, epoch: int, indices: Any, batch: int) -> Any:
         dataset = self.dataset
         if self.is_tensor_dataset:
-            # torch.tensor of a list, and indexing by a list, take far longer
-            places = torch.from_numpy(numpy.asarray(indices))
+            places = _convert_indices(indices)
             return tuple([tensor.index_select(0, places) for tensor in dataset.tensors])
         if self.collate is None and getattr(dataset, "whole_batches", False):
             with limit_time(
@@ -172,8 +211,52 @@ class Samples:
             ) from error
 
 
-def _select_indices(indices: Indices, places: Sequence[int]) -> Indices:
+def _convert_indices(indices: Indices) -> Tensor:
+    """Convert indices; torch.tensor of a list, and indexing by a list, take far longer."""
+    return torch.from_numpy(numpy.asarray(indices))
+
+
+def _count_joint_batches(tensors: Sequence[Tensor], samples: int) -> int:
+    """Return how many batches of so many samples are selected together, at least one.
+
+    The batches then lie in one memory. Each begins where memory of its own could begin, since the
+    results of a multiplication can depend on that. Tensors in memory of others, such as an array of
+    numpy, may change without a new version.
+    """
+    if not all(
+        _is_rowwise(each, len(tensors[0]))
+        and not each.requires_grad
+        and each.untyped_storage().resizable()
+        for each in tensors
+    ):
+        return 1
+    sizes = [samples * each[:1].nbytes for each in tensors]
+    if not all(size and size % ALIGNMENT == 0 for size in sizes):
+        return 1
+    return min(max(JOINT_BYTES // sum(sizes), 1), JOINT_BATCHES)
+
+
+def _select_batches(
+    tensors: Sequence[Tensor], group: Sequence[Indices]
+) -> list[tuple[Tensor, ...]]:
+    """Select several batches from the tensors of a dataset.
+
+    To autograd, each is a tensor of its own and no view of a common one.
+    """
+    places = _convert_indices(numpy.concatenate(group))
+    counts = [len(each) for each in group]
+    return list(
+        zip(
+            *[each.index_select(0, places).unsafe_split_with_sizes(counts) for each in tensors],
+            strict=True,
+        )
+    )
+
+
+def _select_indices(indices: Indices, places: Sequence[int] | None = None) -> Indices:
     """Return the indices at some places; of a range, by slicing."""
+    if places is None:
+        return indices
     if isinstance(places, range) and places.step == 1 and places.stop <= len(indices):
         return indices[places.start : places.stop]
     if isinstance(indices, numpy.ndarray):

@@ -542,27 +542,28 @@ class CompiledDraws:
 
     Attributes:
         trainings: The number of open trainings.
-        before: What was set before the first of them.
+        before: What was set before the first of them that found torch.compile in use, or None.
     """
 
     def __init__(self) -> None:
         self.trainings = 0
-        self.before = False
+        self.before: bool | None = None
 
     def open(self) -> None:
         """Begin a training."""
+        self.trainings += 1
+        # a training before this one, perhaps never closed, may have begun without torch.compile
         config: Any = sys.modules.get("torch._inductor.config")
-        if config is not None and not self.trainings:
+        if config is not None and self.before is None:
             self.before = config.fallback_random
             config.fallback_random = True
-        self.trainings += 1
 
     def close(self) -> None:
         """End a training."""
         self.trainings -= 1
-        config: Any = sys.modules.get("torch._inductor.config")
-        if config is not None and not self.trainings:
-            config.fallback_random = self.before
+        if not self.trainings and self.before is not None:
+            sys.modules["torch._inductor.config"].fallback_random = self.before  # type: ignore
+            self.before = None
 
 
 COMPILED_DRAWS = CompiledDraws()
