@@ -21,6 +21,8 @@ from paragrad.runtime.launcher_env import read_available_memory
 
 # memory for making an order: key 8, index 8, sorting 4, and 8 for the order of the previous epoch
 BYTES_PER_SAMPLE = 28
+# so few samples always fit, and asking the system takes longer than to sort them
+SMALL_SAMPLES = 2**16
 MAX_SAMPLES = 10**10  # at a million samples a second, one pass takes nearly three hours
 
 
@@ -224,7 +226,7 @@ def refuse_oversized_dataset(samples: int, what: str, ranks: int = 1) -> None:
         Refused: There are too many samples.
     """
     refuse_endless_dataset(samples, what)
-    available = read_available_memory()
+    available = read_available_memory() if samples > SMALL_SAMPLES else None
     if available is not None and ranks * BYTES_PER_SAMPLE * samples > available:
         on_ranks, repair = (
             (f" in each of {ranks} ranks", ", or start fewer ranks") if ranks > 1 else ("", "")

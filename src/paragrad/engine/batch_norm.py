@@ -102,6 +102,8 @@ class BatchNorm:
         call_index: Index of the next batch norm call in this micro-batch.
 
         saved_functions: The functions of torch to restore, one entry for each nested use.
+
+        has_sync_norm: Whether the model contains a SyncBatchNorm.
     """
 
     def __init__(
@@ -126,6 +128,7 @@ class BatchNorm:
         self.per_sample_calls: set[int] = set()
         self.call_index = 0
         self.saved_functions: list[tuple[Any, ...]] = []
+        self.has_sync_norm = _has_sync_norm(model)
 
     def __enter__(self) -> BatchNorm:
         self.saved_functions.append(
@@ -137,7 +140,6 @@ class BatchNorm:
             )
         )
         self.call_index = 0
-        # the forward of SyncBatchNorm refuses CPU tensors
         self._replace_functions(
             self.batch_norm, instance_norm, self._verify_part_size, _BatchNorm.forward
         )
@@ -152,7 +154,9 @@ class BatchNorm:
         torch.batch_norm = batch_norm
         torch.instance_norm = instance_norm
         functional._verify_batch_size = verify  # type: ignore[attr-defined]
-        nn.SyncBatchNorm.forward = forward
+        # It refuses CPU tensors. A change of a class takes microseconds.
+        if self.has_sync_norm:
+            nn.SyncBatchNorm.forward = forward
 
     def start_micro_batch(self, samples: int) -> None:
         """Set the number of samples of the present micro-batch, and count its calls from 0.
@@ -170,6 +174,7 @@ class BatchNorm:
             model: The model.
         """
         self.model = model
+        self.has_sync_norm = _has_sync_norm(model)
 
     @contextmanager
     def use_probe_mode(self, records_calls: bool = False) -> Iterator[None]:
@@ -406,6 +411,10 @@ class BatchNorm:
         return (
             list(tensor.reshape(-1, tensor.shape[-1])) if worlds or not self.is_local else [tensor]
         )
+
+
+def _has_sync_norm(model: nn.Module) -> bool:
+    return any(isinstance(each, nn.SyncBatchNorm) for each in model.modules())
 
 
 def _has_compiled_batch_norm(model: nn.Module) -> bool:

@@ -384,14 +384,26 @@ class SequentialPasses(Passes):
         self, micro: MicroBatch, inputs: Any, target: Any, number: int, count: int
     ) -> tuple[float, float]:
         """Run a micro-batch forward and backward, and return its share of the loss and weight."""
-        host, exchange = self.host, self.exchange
+        host, exchange, log = self.host, self.exchange, self.host.log
+        # nn.Module asks for hooks before a forward, and our own module has none
+        is_own = exchange.module is host.module
+        run_module = host.module.forward if is_own else exchange.module
         samples = len(micro.positions)
         host.batch_norm.start_micro_batch(samples)
         with exchange.micro_batch(number == count - 1), host.key_draws(micro), host.batch_norm:
-            with enter_contexts(self._list_forward_contexts(number, inputs, target)):
-                value, weight = exchange.module(inputs, target, samples)
+            started = time.monotonic()
+            try:
+                # most steps have no contexts, and an empty one takes microseconds
+                if contexts := self._list_forward_contexts(inputs, target):
+                    with enter_contexts(contexts):
+                        value, weight = run_module(inputs, target, samples)
+                else:
+                    value, weight = run_module(inputs, target, samples)
+            finally:
+                if log.is_recorded:
+                    log.end_span(f"F{number}", "compute", started)
             factor = host.module.share_factor
-            share = value.item() if factor == 1.0 else read_share(value, factor)
+            share = read_share(value, factor)
             if not math.isfinite(share):
                 with host.batch_norm.use_probe_mode():
                     raise StepFailed(
@@ -401,23 +413,23 @@ class SequentialPasses(Passes):
                         # the search runs a forward pass on this rank alone
                         else find_nonfinite_tensor(host.module.model, inputs, target),
                     )
-            with enter_contexts(self._list_backward_contexts(number, weight)):
-                if factor == 1.0:
-                    value.backward()
+            started = time.monotonic()
+            try:
+                if contexts := self._list_backward_contexts(number, weight):
+                    with enter_contexts(contexts):
+                        backpropagate_share(value, factor)
                 else:
                     backpropagate_share(value, factor)
+            finally:
+                if log.is_recorded:
+                    log.end_span(f"B{number}", "compute", started)
         return share, weight
 
-    def _list_forward_contexts(
-        self, number: int, inputs: Any, target: Any
-    ) -> list[AbstractContextManager[Any]]:
-        host = self.host
+    def _list_forward_contexts(self, inputs: Any, target: Any) -> list[AbstractContextManager[Any]]:
         contexts: list[AbstractContextManager[Any]] = []
         if self.is_timed:
             contexts.append(self.time_forward())
-        if host.log.is_recorded:
-            contexts.append(host.log.record_span(f"F{number}", "compute"))
-        if (autocast := host.use_autocast()) is not NO_CONTEXT:
+        if (autocast := self.host.use_autocast()) is not NO_CONTEXT:
             contexts.append(autocast)
         if self.activation_meter is not None:
             contexts.append(self.track_activations(inputs, target))
@@ -428,8 +440,6 @@ class SequentialPasses(Passes):
     ) -> list[AbstractContextManager[Any]]:
         host = self.host
         contexts: list[AbstractContextManager[Any]] = []
-        if host.log.is_recorded:
-            contexts.append(host.log.record_span(f"B{number}", "compute"))
         if host.noise.is_measured:
             contexts.append(host.noise.measure_backward(number, weight, host.module.divisor))
         if host.watched_parameters:

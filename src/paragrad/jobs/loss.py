@@ -215,7 +215,7 @@ def read_share(value: Tensor, factor: float) -> float:
         factor: The factor (`LossModule.share_factor`).
     """
     number: float = value.item()
-    if value.dtype == torch.float64:
+    if factor == 1.0 or value.dtype == torch.float64:
         return number * factor
     # In double precision the product is exact, so this rounds as torch does in float32.
     return ctypes.c_float(number * ctypes.c_float(factor).value).value
@@ -228,7 +228,10 @@ def backpropagate_share(value: Tensor, factor: float) -> None:
         value: The value.
         factor: The factor (`LossModule.share_factor`).
     """
-    value.backward(torch.full((), factor, dtype=value.dtype, device=value.device))
+    if factor == 1.0:
+        value.backward()
+    else:
+        value.backward(torch.full((), factor, dtype=value.dtype, device=value.device))
 
 
 def _widen(value: Tensor) -> Tensor:
@@ -458,7 +461,8 @@ class LossModule(nn.Module):
         Raises:
             StepFailed: The value is neither a number nor such a pair.
         """
-        if message := describe_bad_loss(value):
+        is_number = type(value) is Tensor and not value.ndim
+        if not is_number and (message := describe_bad_loss(value)):
             raise StepFailed(message, tensor="loss")
         # setting attributes by nn.Module takes microseconds
         self.__dict__.update(

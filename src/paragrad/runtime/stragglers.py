@@ -85,23 +85,31 @@ class StragglerMonitor:
         if world.size > 1 and meets_every_step:
             threading.Thread(target=self._poll_steps, name="paragrad-watch", daemon=True).start()
 
-    def track_step(self, step: int) -> AbstractContextManager[None]:
+    def start_step(self, step: int) -> None:
+        """Watch a step until `end_step`.
+
+        Args:
+            step: The number of the step.
+        """
+        self.step = step
+        self.started_at = time.monotonic()
+
+    def end_step(self) -> None:
+        """End what `start_step` began."""
+        self.started_at = 0.0
+
+    @contextmanager
+    def track_step(self, step: int) -> Iterator[None]:
         """Watch a step, while the context is active.
 
         Args:
             step: The number of the step.
-
-        Returns:
-            The context: the monitor itself, since every step enters it.
         """
-        self.step = step
-        return self
-
-    def __enter__(self) -> None:
-        self.started_at = time.monotonic()
-
-    def __exit__(self, *error: object) -> None:
-        self.started_at = 0.0
+        self.start_step(step)
+        try:
+            yield
+        finally:
+            self.end_step()
 
     def close(self) -> None:
         """End the monitor."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 
 from paragrad.schedules.actions import split_evenly
@@ -33,7 +33,7 @@ class Division:
     shares: tuple[int, ...] = (1,)
     micro: int = 1
 
-    @property
+    @cached_property  # every step asks
     def is_undivided(self) -> bool:
         """Whether each replica has the whole batch, in one micro-batch."""
         return len(self.shares) == 1 and self.micro == 1

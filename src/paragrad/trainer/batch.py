@@ -7,6 +7,7 @@ last.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -268,9 +269,13 @@ class BatchFeed:
             loaders,
         )
         for batch in batches:
-            self.load_start = self.log.now()
-            with self.log.record_span("load", "data"):
+            started = time.monotonic()
+            self.load_start = self.log.convert_moment(started)
+            try:
                 loaded = convert_batch(next(data), self.device, self.dtype)
+            finally:
+                if self.log.is_recorded:
+                    self.log.end_span("load", "data", started)
             self.pending_batch = batch
             self.loaded_batch = loaded
             yield loaded

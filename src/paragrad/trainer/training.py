@@ -10,6 +10,7 @@ with one worker's. Observers are called at fixed places of the step.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -367,41 +368,45 @@ class Training:
         """
         state, checker, is_check_due = self.state, self.checker, self.state.is_check_due
         assert checker is not None
+        update_start = 0.0
         try:
             batch = self.feed.take_batch(inputs, target)
             target = inputs if target is None else target
-            with self.monitor.track_step(state.steps):
-                if self.setup.layout.is_partitioned and self.user_model is not None:
-                    self.user_model.follow_changes(self.module.model, self.setup.passes)
-                if self.setup.exchange is None:
-                    checker.set_up(batch, inputs, target)
-                elif is_check_due:
-                    checker.prepare(batch, inputs, target)
-                sums = self.compute_gradients(batch, inputs, target, self.observers)
-                sums, totals = self.share_totals(sums)
-                with self.log.record_span("update", "update"):
-                    weight, doubtful_weight = totals.weight, totals.doubtful_weight
-                    if doubtful_weight:
-                        weight = checker.resolve_weight(
-                            batch, inputs, target, weight, doubtful_weight
-                        )
-                    loss = self.take_mean(sums, totals, weight)
-                    for each in self.observers:
-                        each.observe_mean_gradients(loss, weight)
-                    if is_check_due:
-                        checker.compare_gradients(loss, weight)
-                    is_skipped = state.loss_scale is not None and self._find_overflow()
-                    if is_skipped:
-                        self.exchange.skip_update()
-                    else:
-                        self.draw_alike("update", state.steps, self.exchange.update)
-                    if is_check_due:
-                        checker.compare_update(is_skipped)
-                    if state.stepped_scheduler is not None:
-                        self.draw_alike("schedule", state.steps, state.stepped_scheduler.step)
+            self.monitor.start_step(state.steps)
+            if self.setup.layout.is_partitioned and self.user_model is not None:
+                self.user_model.follow_changes(self.module.model, self.setup.passes)
+            if self.setup.exchange is None:
+                checker.set_up(batch, inputs, target)
+            elif is_check_due:
+                checker.prepare(batch, inputs, target)
+            sums = self.compute_gradients(batch, inputs, target, self.observers)
+            sums, totals = self.share_totals(sums)
+            update_start = time.monotonic()
+            weight, doubtful_weight = totals.weight, totals.doubtful_weight
+            if doubtful_weight:
+                weight = checker.resolve_weight(batch, inputs, target, weight, doubtful_weight)
+            loss = self.take_mean(sums, totals, weight)
+            for each in self.observers:
+                each.observe_mean_gradients(loss, weight)
+            if is_check_due:
+                checker.compare_gradients(loss, weight)
+            is_skipped = state.loss_scale is not None and self._find_overflow()
+            if is_skipped:
+                self.exchange.skip_update()
+            else:
+                self.draw_alike("update", state.steps, self.exchange.update)
+            if is_check_due:
+                checker.compare_update(is_skipped)
+            if state.stepped_scheduler is not None:
+                self.draw_alike("schedule", state.steps, state.stepped_scheduler.step)
         except Exception as error:
+            if update_start:
+                self.log.end_span("update", "update", update_start)
             cause = error if self.setup.exchange is None else self.exchange.find_cause(error)
             raise self.report_failure(cause, self.setup.strategy.trains_clients) from cause
+        finally:
+            self.monitor.end_step()
+        self.log.end_span("update", "update", update_start)
         stop_requests = totals.stop_requests + self.exchange.stop_requests
         result = StepResult(loss, weight, stop_requests > 0)
         self._finish_step(batch, sums)
@@ -440,7 +445,11 @@ class Training:
         setup.module.start_passes(divisor, scale, leaves_factor)
         micro_batches = batch.iterate_micro_batches(inputs, target)
         try:
-            with enter_contexts(self._list_contexts(batch, observers)):
+            # most steps have no contexts, and an empty one takes microseconds
+            if contexts := self._list_contexts(batch, observers):
+                with enter_contexts(contexts):
+                    sums = run_passes(passes, micro_batches, len(batch.micro_batches))
+            else:
                 sums = run_passes(passes, micro_batches, len(batch.micro_batches))
         finally:
             setup.module.end_passes()
@@ -653,16 +662,17 @@ class Training:
             first_call: As in `engine.rng.draws.KeyedDraws`.
             call_numbers: As in `engine.rng.draws.KeyedDraws`.
         """
+        setup, state = self.setup, self.state
         return key_draws(
-            self.setup.draws,
+            setup.draws,
             self.options.seed,
-            self.state.steps,
+            state.steps,
             micro.places[: len(micro.positions)],
-            always=True,
-            strict=self.setup.refuses_new_draws,
-            first_call=first_call,
-            call_numbers=call_numbers,
-            has_all_samples=self.state.division.is_undivided,
+            True,
+            setup.refuses_new_draws,
+            first_call,
+            call_numbers,
+            state.division.is_undivided,
         )
 
     def use_autocast(self) -> AbstractContextManager[Any]:
