@@ -17,12 +17,13 @@ import copy
 import ctypes
 import functools
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, _engine_run_backward
 from torch.nn import functional
 
 from paragrad.datasets.loading import convert_batch
@@ -228,10 +229,25 @@ def backpropagate_share(value: Tensor, factor: float) -> None:
         value: The value.
         factor: The factor (`LossModule.share_factor`).
     """
-    if factor == 1.0:
-        value.backward()
+    gradient = torch.full((), factor, dtype=value.dtype, device=value.device)
+    if type(value) is Tensor:
+        run_backward((value,), (gradient,))
     else:
-        value.backward(torch.full((), factor, dtype=value.dtype, device=value.device))
+        value.backward(gradient)
+
+
+def run_backward(ends: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor | None]) -> None:
+    """Add the gradients of leaves, as `torch.autograd.backward` does.
+
+    That function asks first what does not apply here, which takes as long as a small layer.
+
+    Args:
+        ends: Plain tensors, or their edges in the graph.
+        gradients: The gradient of each, of its shape and type.
+    """
+    _engine_run_backward(
+        ends, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 def _widen(value: Tensor) -> Tensor:
@@ -496,7 +512,7 @@ class LossModule(nn.Module):
         weight = count_target_weight(self.loss, target)
         if weight is None and self.has_traced_divisor is not False and value.requires_grad:
             weight = find_loss_divisor(value)
-            if value.item() == 0.0 and (weight is None or weight <= 1.0):
+            if (weight is None or weight <= 1.0) and value.item() == 0.0:
                 # a guarded division, or output.sum() * 0: there may be no label
                 weight = weight or 1.0
                 self.doubtful_weight = weight

@@ -148,12 +148,13 @@ def _trace_divisor(node: Any, depth: int, divisions: list[Any]) -> DivisorTrace:
     if node is None or depth == 0:
         return None
     name = node.name().rstrip("0123456789").removesuffix("Backward")
-    inputs = [each for each, _ in node.next_functions if each is not None]
-    if hasattr(node, "_saved_reduction"):
+    reduction = getattr(node, "_saved_reduction", None)
+    if reduction is not None:
         divisions.append(node)
-        return {1: ("mean", _read_loss_divisor(name, node)), 2: ("sum", None)}.get(
-            node._saved_reduction
-        )
+        if reduction == 1:
+            return "mean", _read_loss_divisor(name, node)
+        return ("sum", None) if reduction == 2 else None
+    inputs = [each for each, _ in node.next_functions if each is not None]
     if name == "Mean":
         divisions.append(node)
         return "mean", node._saved_self_sym_numel

@@ -100,7 +100,7 @@ class BatchLoop(Loop[Segment]):
             if self.needs_check:
                 self.training.state.request_check()
             rate = get_learning_rate(self.trainer.optimizer)
-            result = self.trainer.step(*separate_target(batch))
+            result = self.training.make_step(*separate_target(batch))
             if not self.end_step(segment, result, rate):
                 return False
         return True

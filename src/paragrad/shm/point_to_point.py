@@ -393,10 +393,13 @@ class MessageQueue(OperationQueue):
             self.ring_bytes - offset - CACHE_LINE_BYTES,
         )
         record_bytes = CACHE_LINE_BYTES + align_to_cache_line(count)
-        while outgoing.free_bytes < record_bytes:
+        # also before space is short: the receiver rings a bell for it, which takes microseconds
+        while outgoing.unreleased and outgoing.free_bytes < self.ring_bytes // 2 + record_bytes:
             if not self.freed.try_take(pair):
-                return False
+                break
             outgoing.free_bytes += outgoing.unreleased.popleft()
+        if outgoing.free_bytes < record_bytes:
+            return False
         outgoing.free_bytes -= record_bytes
         outgoing.unreleased.append(record_bytes)
         outgoing.offset = (offset + record_bytes) % self.ring_bytes
@@ -450,9 +453,10 @@ class MessageQueue(OperationQueue):
             self.receives.remove(receive)
             ctypes.memmove(receive.address, message.address, message.bytes)
             self._complete_receive(source, receive)
-        return incoming.partial is not None or any(
-            message.peer in (source, None) for message in self.receives
-        )
+        if incoming.partial is not None:
+            return True
+        # a list, since a generator takes longer
+        return True in [each.peer is None or each.peer == source for each in self.receives]
 
     def _receive_piece(self, source: int, incoming: IncomingRing) -> bool:
         """Read the next piece from the ring; return False if there is none."""

@@ -35,8 +35,9 @@ from paragrad.shm.region import CACHE_LINE_BYTES
 
 WAIT_SLICE_SECONDS = 0.1  # the time between two looks at the peers
 AWAY_SECONDS = 1.0  # a rank that has not looked for so long is not waiting
-# tries before a wait blocks, if every rank has a core of its own (about 0.2 ms)
-SPIN_TRIES = 100
+# Tries before a wait blocks, if every rank has a core of its own (about 0.8 ms). To wake a blocked
+# rank takes longer than to send it a short message.
+SPIN_TRIES = 400
 # the same if ranks share cores: each try gives the core to the next rank, which costs less than a
 # sleep
 CROWDED_SPIN_TRIES = 20

@@ -206,6 +206,19 @@ class KeyedDraws(DrawSource):
         self.first_call = first_call
         self.call_numbers: CallNumbers = {} if call_numbers is None else call_numbers
 
+    def move_to(self, positions: Sequence[int], first_call: int, call_numbers: CallNumbers) -> None:
+        """Go on with other samples of the step, or with another pass of the same ones.
+
+        Args:
+            positions: As the argument of the class.
+            first_call: Likewise.
+            call_numbers: Likewise.
+        """
+        self._given_positions = positions
+        self.__dict__.pop("positions", None)
+        self.first_call = first_call
+        self.call_numbers = call_numbers
+
     @cached_property
     def positions(self) -> tuple[int, ...]:
         """Places of the samples in the global batch; made at the first draw."""

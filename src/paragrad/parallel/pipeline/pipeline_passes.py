@@ -6,6 +6,7 @@ A schedule gives the order. Messages to users call a stage a part.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from paragrad.datasets.loading import clone_batch, list_batch_tensors
 from paragrad.engine.activation_meter import ActivationMeter
 from paragrad.engine.exchange import NO_CONTEXT, Exchange
 from paragrad.engine.passes import LossSums, Passes, PassesHost, refuse_changed_in_backward
-from paragrad.engine.rng.draws import CallNumbers, key_test_draws
+from paragrad.engine.rng.draws import CallNumbers, KeyedDraws, key_test_draws
 from paragrad.engine.state.preserve_state import (
     INTERNAL_ATTRIBUTES,
     PythonState,
@@ -29,7 +30,7 @@ from paragrad.engine.state.preserve_state import (
 from paragrad.errors import StepFailed
 from paragrad.executors.pipeline_memory import POSTED_RECEIVES
 from paragrad.executors.transport import ProgramRun
-from paragrad.jobs.loss import backpropagate_share, read_share
+from paragrad.jobs.loss import backpropagate_share, read_share, run_backward
 from paragrad.parallel.pipeline.python_state import collect_outer_owners, refuse_diverging_numbers
 from paragrad.parallel.pipeline.rank_program import RankProgram
 from paragrad.parallel.pipeline.split_backward import DeferredWeightGradients
@@ -133,6 +134,8 @@ class PipelinePasses(Passes):
                 ),
                 self.axis.rank,
                 self.axis.size,
+                # in shared memory, messages move before they are awaited
+                0 if self.axis.backend == "shm" else POSTED_RECEIVES,
             )
         return self.programs[key]
 
@@ -253,6 +256,19 @@ class PendingBackward:
         ]
 
 
+def find_gradient_edge(tensor: Tensor) -> GradientEdge | None:
+    """Return the edge of a tensor in the graph; None if it needs no gradient.
+
+    Args:
+        tensor: The tensor.
+    """
+    node = tensor.grad_fn
+    # A node of Python does not keep its graph alive; torch's function sees to that.
+    if node is None or isinstance(node, torch._C._FunctionBase):
+        return get_gradient_edge(tensor) if tensor.requires_grad else None
+    return GradientEdge(node, tensor.output_nr)
+
+
 class PipelineStep:
     """One batch through the stages of this rank.
 
@@ -301,6 +317,8 @@ class PipelineStep:
         drawn_calls: By (stage, micro-batch), the random calls of its forward, which a module that
             recomputes draws again.
 
+        keyed_draws: The source of the draws of all passes of the step; None: each has its own.
+
         program_run: The run of the program, while it runs.
     """
 
@@ -344,6 +362,7 @@ class PipelineStep:
         self.pending_backwards: dict[tuple[int, int], PendingBackward] = {}
         self.deferred_weights: dict[tuple[int, int], DeferredWeightGradients] = {}
         self.drawn_calls: dict[tuple[int, int], CallNumbers] = {}
+        self.keyed_draws: KeyedDraws | None = None
         self.program_run: ProgramRun | None = None
 
     def run_step(self) -> None:
@@ -362,6 +381,9 @@ class PipelineStep:
         with contextlib.ExitStack() as stack:
             if self.training:
                 stack.enter_context(self.host.batch_norm)
+                if not self.host.draws.other_generators:
+                    source = stack.enter_context(self.host.key_draws(self.micro_batches[0][0]))
+                    self.keyed_draws = source if isinstance(source, KeyedDraws) else None
             if any(plan.sequential_stages is None for plan in self.plans):
                 # entered once for all micro-batches: after each change of nn.Module, Python looks
                 # up methods again
@@ -405,12 +427,8 @@ class PipelineStep:
         """Run a forward, a backward, or a half of one."""
         task = self.rank_program.tasks[action]
         self.release_messages(task.arrived_messages)
-        log = self.host.log
-        with (
-            log.record_span(task.label, "compute")
-            if self.training and log.is_recorded
-            else NO_CONTEXT
-        ):
+        started = time.monotonic()
+        try:
             if task.what == "F":
                 self.run_forward(task.stage, task.micro)
                 return
@@ -424,6 +442,9 @@ class PipelineStep:
                 self.messages.free_graph(f"x{task.stage}.{task.micro}")
             else:
                 self.run_backward(task.stage, task.micro)
+        finally:
+            if self.training:
+                self.host.log.end_span(task.label, "compute", started)
 
     def release_messages(self, slots: Sequence[Slot]) -> None:
         """Release sent messages that have certainly arrived."""
@@ -557,7 +578,7 @@ class PipelineStep:
         if is_last and not self.training:
             self.outputs[number] = out
         ends = [
-            get_gradient_edge(each) if each.requires_grad else None
+            find_gradient_edge(each)
             for crossing, each in zip(outgoing, sent, strict=True)
             if crossing.has_gradient
         ]
@@ -591,8 +612,14 @@ class PipelineStep:
         host = self.host
         if not self.training:
             return key_test_draws(host.draws, host.seed, micro.places, first_call)
-        host.batch_norm.start_micro_batch(len(micro.positions))
-        return host.key_draws(micro, first_call, self.drawn_calls[stage, number])
+        samples = len(micro.positions)
+        host.batch_norm.start_micro_batch(samples)
+        if self.keyed_draws is None:
+            return host.key_draws(micro, first_call, self.drawn_calls[stage, number])
+        self.keyed_draws.move_to(
+            micro.places[:samples], first_call, self.drawn_calls[stage, number]
+        )
+        return NO_CONTEXT
 
     @staticmethod
     def backpropagate(
@@ -610,7 +637,7 @@ class PipelineStep:
             if end is not None and gradient is not None
         ]
         if existing:
-            torch.autograd.backward(*zip(*existing, strict=True))
+            run_backward(*zip(*existing, strict=True))
 
     def run_backward(self, stage: int, number: int) -> None:
         """Run the backward of a stage for a micro-batch, after its forward if it is recomputed."""

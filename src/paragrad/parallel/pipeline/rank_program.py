@@ -68,7 +68,11 @@ class RankProgram:
 
     @classmethod
     def build_for_rank(
-        cls, micro_batch_schedule: MicroBatchSchedule, rank: int, size: int
+        cls,
+        micro_batch_schedule: MicroBatchSchedule,
+        rank: int,
+        size: int,
+        posts: int = POSTED_RECEIVES,
     ) -> RankProgram:
         """Compute what a rank does in a schedule.
 
@@ -76,6 +80,7 @@ class RankProgram:
             micro_batch_schedule: The schedule.
             rank: The rank.
             size: Number of ranks.
+            posts: How many receives are posted before they are awaited.
 
         Returns:
             Its program.
@@ -94,7 +99,7 @@ class RankProgram:
             micro_batch_schedule,
             program,
             [list_touched_parts(each) for each in program],
-            plan_postings(program, POSTED_RECEIVES),
+            plan_postings(program, posts),
             tasks,
             sum(each.what != "F" for each in tasks.values()),
             any(each.what == "W" for each in tasks.values()),

@@ -97,9 +97,11 @@ class MessageBuffer:
         has_all: Whether the flags are known to say that all gradients exist.
 
         own_uses: How many tensors of this object use the memory.
+
+        storage: The memory itself.
     """
 
-    __slots__ = ("bytes", "flags", "has_all", "layout", "own_uses", "tensors")
+    __slots__ = ("bytes", "flags", "has_all", "layout", "own_uses", "storage", "tensors")
 
     def __init__(self, layout: MessageLayout, device: torch.device) -> None:
         self.layout = layout
@@ -107,6 +109,7 @@ class MessageBuffer:
         self.tensors = layout.view_tensors(self.bytes)
         self.flags = layout.view_flags(self.bytes)
         self.has_all = False
+        self.storage = self.bytes.untyped_storage()
         self.own_uses = self._count_uses()
 
     def write_flags(self, gradients: Sequence[Tensor | None]) -> None:
@@ -115,9 +118,10 @@ class MessageBuffer:
         Args:
             gradients: The gradients.
         """
-        has_all = all(each is not None for each in gradients)
+        flags = [each is not None for each in gradients]
+        has_all = False not in flags
         if not (has_all and self.has_all):
-            self.flags.copy_(torch.tensor([each is not None for each in gradients]))
+            self.flags.copy_(torch.tensor(flags))
         self.has_all = has_all
 
     def read_flags(self) -> list[bool]:
@@ -131,7 +135,7 @@ class MessageBuffer:
         return self._count_uses() > self.own_uses
 
     def _count_uses(self) -> int:
-        return torch._C._storage_Use_Count(self.bytes.untyped_storage()._cdata)
+        return torch._C._storage_Use_Count(self.storage._cdata)
 
 
 class MessageBuffers:
@@ -278,7 +282,11 @@ class StageMessages(Mapping[Slot, Tensor]):
 
         The memory is that of the message where the devices are the same.
         """
-        return [each.data.to(self.axis.device) for each in self.find_buffer(slot).tensors]
+        tensors = [each.data for each in self.find_buffer(slot).tensors]
+        device = self.axis.device
+        if device == self.axis.transport_device:
+            return tensors
+        return [each.to(device) for each in tensors]
 
     def read_gradients(self, slot: Slot) -> list[Tensor | None]:
         """Return the gradients of a message; None for those that do not exist."""
