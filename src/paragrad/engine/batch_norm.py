@@ -140,21 +140,19 @@ class BatchNorm:
             )
         )
         self.call_index = 0
-        self._replace_functions(
-            self.batch_norm, instance_norm, self._verify_part_size, _BatchNorm.forward
-        )
+        torch.batch_norm = self.batch_norm
+        torch.instance_norm = instance_norm
+        functional._verify_batch_size = self._verify_part_size  # type: ignore[attr-defined]
+        # It refuses CPU tensors. A change of a class takes microseconds.
+        if self.has_sync_norm:
+            nn.SyncBatchNorm.forward = _BatchNorm.forward
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._replace_functions(*self.saved_functions.pop())
-
-    def _replace_functions(
-        self, batch_norm: Any, instance_norm: Any, verify: Any, forward: Any
-    ) -> None:
+        batch_norm, instance_norm, verify, forward = self.saved_functions.pop()
         torch.batch_norm = batch_norm
         torch.instance_norm = instance_norm
         functional._verify_batch_size = verify  # type: ignore[attr-defined]
-        # It refuses CPU tensors. A change of a class takes microseconds.
         if self.has_sync_norm:
             nn.SyncBatchNorm.forward = forward
 

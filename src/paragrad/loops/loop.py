@@ -99,7 +99,7 @@ class BatchLoop(Loop[Segment]):
         for batch in batches:
             if self.needs_check:
                 self.training.state.request_check()
-            rate = get_learning_rate(self.trainer.optimizer)
+            rate = get_learning_rate(self.training.state.optimizer)
             result = self.training.make_step(*separate_target(batch))
             if not self.end_step(segment, result, rate):
                 return False

@@ -384,20 +384,21 @@ class TrainingLoop(BatchLoop[int]):
         Returns:
             False if the run ends.
         """
-        self.write_scalars(self.trainer.steps, loss=result.loss, lr=rate)
+        settings, steps = self.validated_run.settings, self.training.state.steps
+        if settings.tensorboard:
+            self.write_scalars(steps, loss=result.loss, lr=rate)
         self.report_step(segment, result.loss)
         if self.callbacks.callbacks and self.callbacks.observe_step(
-            StepReport(self.trainer.steps, segment, result.loss, rate)
+            StepReport(steps, segment, result.loss, rate)
         ):
             # all ranks see it in the next step
             self.trainer.world.stop.set()
         if result.stop:
             self.end_early()
             return False
-        interval = self.validated_run.settings.save
-        if interval and self.trainer.steps % interval == 0:
+        if settings.save and steps % settings.save == 0:
             self.save_progress()
-        return not self.has_reached_limit
+        return settings.limit is None or not self.has_reached_limit
 
     def end_early(self) -> None:
         """End the run because a rank requested it. Collective.

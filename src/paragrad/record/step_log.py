@@ -185,10 +185,10 @@ class StepLog:
         """
         if self.recorder:
             self.steps_written = self.steps_written + 1
+            spans, self.spans = self.spans, []
+            seconds = time.monotonic() - self.origin - start
             self.recorder.write_later(
-                partial(
-                    self._encode_step, number, start, self.now() - start, self._take_spans(), fields
-                )
+                partial(self._encode_step, number, start, seconds, spans, fields)
             )
 
     def write_failed_step(self, number: int) -> None:

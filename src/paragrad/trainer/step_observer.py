@@ -57,6 +57,36 @@ class StepObserver:
         """
 
 
+class StepObservers:
+    """The observers of a training's steps. A step calls only methods that an observer defines.
+
+    Attributes:
+        all: The observers, in the order in which they were added.
+
+        around_passes: Those that may have a context around the passes.
+
+        before_update: Those that look at the mean gradients.
+    """
+
+    def __init__(self) -> None:
+        self.all: list[StepObserver] = []
+        self.around_passes: list[StepObserver] = []
+        self.before_update: list[StepObserver] = []
+
+    def add(self, observer: StepObserver) -> None:
+        """Let an observer look at each step.
+
+        Args:
+            observer: The observer; those that were added before are called before it.
+        """
+        kind = type(observer)
+        self.all.append(observer)
+        if kind.surround_passes is not StepObserver.surround_passes:
+            self.around_passes.append(observer)
+        if kind.observe_mean_gradients is not StepObserver.observe_mean_gradients:
+            self.before_update.append(observer)
+
+
 class StepChecks(Protocol):
     """What a training asks of its checker (`trainer.checks.step_checker.StepChecker`)."""
 

@@ -65,7 +65,7 @@ from paragrad.trainer.model_partition import (
 )
 from paragrad.trainer.parameter_access import UserModel
 from paragrad.trainer.setup import Setup, TrainerOptions
-from paragrad.trainer.step_observer import StepChecks, StepObserver, StepResult
+from paragrad.trainer.step_observer import StepChecks, StepObserver, StepObservers, StepResult
 
 
 class TrainingState:
@@ -341,7 +341,7 @@ class Training:
             refuses_new_draws=self.is_exact_split and strategy.changes_layout,
         )
         self.feed = BatchFeed(self.log, world.device, options.dtype or find_shared_dtype(model))
-        self.observers: list[StepObserver] = []
+        self.observers = StepObservers()
         self.user_model = None if options.is_validated else UserModel(model, optimizer)
         self.checker: StepChecks | None = None
         self.draw_alike = ReplicatedDraws(options.seed, world.device)
@@ -379,14 +379,14 @@ class Training:
                 checker.set_up(batch, inputs, target)
             elif is_check_due:
                 checker.prepare(batch, inputs, target)
-            sums = self.compute_gradients(batch, inputs, target, self.observers)
+            sums = self.compute_gradients(batch, inputs, target, self.observers.around_passes)
             sums, totals = self.share_totals(sums)
             update_start = time.monotonic()
             weight, doubtful_weight = totals.weight, totals.doubtful_weight
             if doubtful_weight:
                 weight = checker.resolve_weight(batch, inputs, target, weight, doubtful_weight)
             loss = self.take_mean(sums, totals, weight)
-            for each in self.observers:
+            for each in self.observers.before_update:
                 each.observe_mean_gradients(loss, weight)
             if is_check_due:
                 checker.compare_gradients(loss, weight)
@@ -421,7 +421,7 @@ class Training:
             batch: This rank's part of the global batch.
             inputs: The inputs of that part.
             target: The target of that part.
-            observers: The observers of the step.
+            observers: The observers that may have a context around the passes.
 
         Returns:
             This rank's own sums of the loss.
@@ -597,9 +597,9 @@ class Training:
         # The first step frees the reference step's memory, and the whole model.
         if self.state.own_steps == 0:
             allocator.return_freed_memory()
-        if self.observers:
+        if self.observers.all:
             own_sums = LossSums(sums.loss * sums.used_divisor, sums.weight)
-            for each in self.observers:
+            for each in self.observers.all:
                 each.finish(batch, own_sums)
         self.state.count_step()
 
@@ -719,7 +719,7 @@ class Training:
         Args:
             observer: The observer; those that were added before are called before it.
         """
-        self.observers.append(observer)
+        self.observers.add(observer)
 
     def use_exchange_options(self, exchange_options: ExchangeOptions) -> None:
         """Build the exchange with other options.
