@@ -385,9 +385,10 @@ class SequentialPasses(Passes):
     ) -> tuple[float, float]:
         """Run a micro-batch forward and backward, and return its share of the loss and weight."""
         host, exchange, log = self.host, self.exchange, self.host.log
-        # nn.Module asks for hooks before a forward, and our own module has none
-        is_own = exchange.module is host.module
-        run_module = host.module.forward if is_own else exchange.module
+        module = exchange.module
+        # nn.Module takes longer to ask for hooks; those of FSDP2 are on our own module
+        is_bare = module is host.module and not (module._forward_pre_hooks or module._forward_hooks)
+        run_module = host.module.forward if is_bare else module
         samples = len(micro.positions)
         host.batch_norm.start_micro_batch(samples)
         with exchange.micro_batch(number == count - 1), host.key_draws(micro), host.batch_norm:
