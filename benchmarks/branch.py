@@ -88,7 +88,7 @@ class BranchModel(nn.Module):
 
 @dataclass(frozen=True)
 class Setting:
-    steps: int = 20
+    steps: int = 30
 
     def __str__(self) -> str:
         return "two branches"

@@ -57,7 +57,7 @@ import paragrad as pg
 from paragrad.executors.clock import Timeline
 from paragrad.launch import Launcher
 from paragrad.planner.step_timeline import PREDICTED_STEPS, predict_step, read_step_timelines
-from paragrad.record.record import Record
+from paragrad.record.record import DETAILED_STEPS, Record
 
 LAYERS = 8
 STAGES = 2
@@ -97,10 +97,11 @@ class Setting:
 
     @property
     def steps(self) -> int:
-        """The number of steps that take about a second."""
+        """The number of steps that take about two seconds, or more."""
         return max(
             PREDICTED_STEPS.stop + 4,
-            min(200, int(6e10 / (6 * LAYERS * self.batch * self.width**2))),
+            2 * DETAILED_STEPS.stop + 2,
+            min(200, int(1.5e11 / (6 * LAYERS * self.batch * self.width**2))),
         )
 
 

@@ -132,7 +132,7 @@ COMPILED = replace(MIDDLE, compiles=True)
 MLPS = [
     TINY,
     MIDDLE,
-    Setting("full", (784, 2048, 2048, 2048, 10), 256, 16),
+    Setting("full", (784, 2048, 2048, 2048, 10), 256, 30),
 ]
 STACKS = [Setting("tiny", (64,) * (LAYERS + 1), 64, 300, stack=True)]
 # for each peer: the strategies that are compared with it, and the least speed over it

@@ -22,7 +22,7 @@ from paragrad.commands.train import train_on_ranks
 from paragrad.commands.trial import choose_by_trial
 from paragrad.jobs.job import open_dataset
 from paragrad.launch import Launcher
-from paragrad.record.record import read_lines
+from paragrad.record.record import DETAILED_STEPS, read_lines
 from paragrad.trainer.settings import Settings
 from paragrad.validation.validate import validate_run
 
@@ -54,13 +54,14 @@ def make_training_measure(
             ),
             place,
         )
-        return compute_step_milliseconds(
-            [
-                line["start"]
-                for line in read_lines(place / "rank-0.jsonl", spans=False)
-                if line["kind"] == "step"
-            ]
-        )
+        starts = [
+            line["start"]
+            for line in read_lines(place / "rank-0.jsonl", spans=False)
+            if line["kind"] == "step"
+        ]
+        # the first steps are recorded in detail, and several are compared with one worker's
+        few = len(starts) < 2 * DETAILED_STEPS.stop
+        return compute_step_milliseconds(starts if few else starts[DETAILED_STEPS.stop - 3 :])
 
     return measure_step
 

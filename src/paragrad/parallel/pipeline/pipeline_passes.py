@@ -85,6 +85,8 @@ class PipelinePasses(Passes):
 
         message_buffers: The memory of messages.
 
+        message_names: The names of messages in the record.
+
         gradient_hooks: The hooks that report final gradients, if the exchange wants to know.
     """
 
@@ -108,6 +110,7 @@ class PipelinePasses(Passes):
         self.last_plan: CrossingPlan | None = None
         self.programs: dict[tuple[int, int], RankProgram] = {}
         self.message_buffers = MessageBuffers(self.axis.transport_device)
+        self.message_names: dict[Send | Recv, str] = {}
         self.gradient_hooks = [
             parameter.register_post_accumulate_grad_hook(self._mark_ready)
             for parameter in stage_module.parameters()
@@ -414,9 +417,12 @@ class PipelineStep:
             seconds: Its duration.
             size: Its bytes.
         """
-        assert self.program_run is not None
+        names = self.passes.message_names
+        if action not in names:
+            assert self.program_run is not None
+            names[action] = str(self.program_run.use_launched_ranks(action))
         self.host.log.add_span(
-            str(self.program_run.use_launched_ranks(action)),
+            names[action],
             lane,
             self.host.log.convert_moment(start),
             bytes=size,
