@@ -94,6 +94,9 @@ class FullyShardedExchange(Exchange):
 
         unit_of_parameter: Name of the unit of each sharded parameter.
 
+        module_parameters: The parameters of the modules between two steps, by name. FSDP2 puts
+            whole ones in their place in a step.
+
         totals: Weight, loss, stop requests and doubtful weight, summed over ranks.
     """
 
@@ -224,13 +227,14 @@ class FullyShardedExchange(Exchange):
         """Build the specs of the shards of this rank and give the shards to the optimizer."""
         specs = {}
         is_first = self.world.rank == 0
-        for name, parameter in self.loss_module.model.named_parameters():
+        self.module_parameters: dict[str, Any] = dict(self.loss_module.model.named_parameters())
+        for name, parameter in self.module_parameters.items():
             shape = tuple(original[name].shape)
             if name not in self.unit_of_parameter:
                 specs[name] = ShardSpec(name, shape, is_primary=is_first)
                 self.shard_tensors[name] = parameter
                 continue
-            local: Any = parameter.to_local().detach()  # type: ignore[operator]
+            local = parameter.to_local().detach()
             rows = -(-shape[0] // self.world.size)
             row_elements = original[name].numel() // shape[0]
             start = min(rows * self.world.rank, shape[0]) * row_elements
@@ -269,7 +273,7 @@ class FullyShardedExchange(Exchange):
         self.used_names = set()
         self.shard_layout.sent_bytes = 0
         self.refuse_refrozen()
-        for parameter in self.loss_module.model.parameters():
+        for parameter in self.module_parameters.values():
             parameter.grad = None
 
     @contextlib.contextmanager
@@ -321,7 +325,7 @@ class FullyShardedExchange(Exchange):
             if whole._version != version
         ]:
             raise StepFailed(SHARED_PARAMETER_CHANGED, tensor=", ".join(moved[:3]))
-        parameters = dict(self.loss_module.model.named_parameters())
+        parameters = self.module_parameters
         trained = [name for name, trains in self.trained_flags.items() if trains]
         used_flags = [
             float(
@@ -330,9 +334,8 @@ class FullyShardedExchange(Exchange):
             )
             for name in trained
         ]
-        order = float(zlib.crc32("\n".join(self.expected_messages).encode()))
         own_report = [
-            order,
+            float(zlib.crc32("\n".join(self.expected_messages).encode())),
             weight,
             loss,
             float(self.stop_requested),
@@ -357,16 +360,16 @@ class FullyShardedExchange(Exchange):
         columns = list(zip(*reports, strict=True))
         self.totals = [math.fsum(each) for each in columns[1:5]]
         used_by_any = dict(zip(trained, map(any, columns[5:]), strict=True))
-        for name, part in self.shard_tensors.items():
-            if not used_by_any.get(name):
-                part.grad = None
-            elif name in self.unit_of_parameter:
-                gradient: Any = parameters[name].grad
-                part.grad = gradient.to_local().reshape(-1)
-            else:
-                part.grad = self._sum_whole_gradient(
-                    torch.zeros_like(part) if part.grad is None else part.grad
-                )
+        with torch.no_grad():  # otherwise a part is an operation of autograd
+            for name, part in self.shard_tensors.items():
+                if not used_by_any.get(name):
+                    part.grad = None
+                elif name in self.unit_of_parameter:
+                    part.grad = parameters[name].grad.to_local().reshape(-1)
+                else:
+                    part.grad = self._sum_whole_gradient(
+                        torch.zeros_like(part) if part.grad is None else part.grad
+                    )
 
     def _sum_whole_gradient(self, gradient: Tensor) -> Tensor:
         """Return the sum of the gradient of a parameter that every rank holds whole."""
