@@ -463,7 +463,7 @@ def plan_postings(actions: Sequence[Action], posts: int) -> list[list[Recv]]:
 
     Args:
         actions: A program in which every slot is received into once, and nothing adds to it.
-        posts: How many receives are posted at a time, at most; 0: each when it is awaited.
+        posts: How many receives are posted at a time, at most.
 
     Returns:
         For each action, the receives.
@@ -473,9 +473,8 @@ def plan_postings(actions: Sequence[Action], posts: int) -> list[list[Recv]]:
     posted = 0
     for action in actions:
         row: list[Recv] = []
-        limit = max(posts, 1) if isinstance(action, Recv) else posts
         if not isinstance(action, Compute):
-            while receives and posted < limit:
+            while receives and posted < posts:
                 row.append(receives.popleft())
                 posted += 1
         posted -= isinstance(action, Recv)

@@ -137,8 +137,6 @@ class PipelinePasses(Passes):
                 ),
                 self.axis.rank,
                 self.axis.size,
-                # in shared memory, messages move before they are awaited
-                0 if self.axis.backend == "shm" else POSTED_RECEIVES,
             )
         return self.programs[key]
 

@@ -68,11 +68,7 @@ class RankProgram:
 
     @classmethod
     def build_for_rank(
-        cls,
-        micro_batch_schedule: MicroBatchSchedule,
-        rank: int,
-        size: int,
-        posts: int = POSTED_RECEIVES,
+        cls, micro_batch_schedule: MicroBatchSchedule, rank: int, size: int
     ) -> RankProgram:
         """Compute what a rank does in a schedule.
 
@@ -80,7 +76,6 @@ class RankProgram:
             micro_batch_schedule: The schedule.
             rank: The rank.
             size: Number of ranks.
-            posts: How many receives are posted before they are awaited.
 
         Returns:
             Its program.
@@ -99,7 +94,7 @@ class RankProgram:
             micro_batch_schedule,
             program,
             [list_touched_parts(each) for each in program],
-            plan_postings(program, posts),
+            plan_postings(program, POSTED_RECEIVES),
             tasks,
             sum(each.what != "F" for each in tasks.values()),
             any(each.what == "W" for each in tasks.values()),
