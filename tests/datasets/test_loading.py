@@ -250,6 +250,36 @@ def test_batches_show_a_change_of_the_dataset(is_in_numpy: bool) -> None:
     assert next(batches)[1].all()
 
 
+def test_batches_show_other_tensors_of_the_dataset() -> None:
+    """New tensors had the same version as those before, and were not seen for many batches."""
+    dataset = TensorDataset(torch.randn(64, 4), torch.zeros(64, dtype=torch.int64))
+    order = SampleOrder(64, 16, 0)
+    batches = load_batches(
+        Samples(dataset), ((0, order.get_indices(0, each)) for each in order.list_batches())
+    )
+    assert not next(batches)[1].any()
+    dataset.tensors = (dataset.tensors[0], torch.ones(64, dtype=torch.int64))
+    assert next(batches)[1].all()
+
+
+def test_batches_of_inference_tensors() -> None:
+    """They have no version that shows a change, so each batch is selected by itself."""
+    with torch.inference_mode():
+        inputs = torch.randn(64, 4)
+    assert len(list(load_rows((inputs, torch.arange(64))))) == 4
+
+
+def test_joint_batches_are_aligned_after_a_short_one() -> None:
+    """A client's batches of two epochs were selected together, after a last batch of 9 samples."""
+    inputs = torch.randn(25, 4)
+    keys = [(0, list(range(16))), (0, list(range(16, 25))), (1, list(range(16)))]
+    for found, (_, indices) in zip(
+        load_batches(Samples(TensorDataset(inputs)), keys), keys, strict=True
+    ):
+        assert torch.equal(found[0], inputs[indices])
+        assert found[0].data_ptr() % 64 == 0
+
+
 def test_a_batch_that_is_changed_in_place_changes_no_other() -> None:
     scale = torch.ones((), requires_grad=True)
     first, second = (inputs for inputs, _ in itertools.islice(load_rows(VECTORS.tensors), 2))

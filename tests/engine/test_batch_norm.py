@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, TensorDataset
 
 import paragrad as pg
-from paragrad.engine.batch_norm import BatchNorm
+from paragrad.engine.batch_norm import BatchNorm, replace_sync_forward
 from paragrad.errors import RankFailed, StepFailed
 from paragrad.jobs.job import Job
 from paragrad.runtime.world import World
@@ -336,11 +336,27 @@ def test_changed_running_statistics_are_named() -> None:
 
 
 def test_batch_norm_functions_are_restored() -> None:
-    before = torch.batch_norm, functional._verify_batch_size, nn.SyncBatchNorm.forward
+    before = torch.batch_norm, functional._verify_batch_size
     found = make_job("norm", make_batch_norm_cnn, IMAGES)
     trainer = Trainer.build_for_job(World(), found, pg.strategy("serial"))
     trainer.step(*next(trainer.batches(found.train, 12, 0)))
-    assert before == (torch.batch_norm, functional._verify_batch_size, nn.SyncBatchNorm.forward)
+    assert before == (torch.batch_norm, functional._verify_batch_size)
+
+
+def test_sync_batch_norm_keeps_its_forward_outside_of_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a step it acts as any batch norm, also one that was put into the model after the start."""
+    norm = BatchNorm(World(), nn.Linear(1, 1), lambda *_: None)
+    replace_sync_forward.cache_clear()
+    monkeypatch.setattr(nn.SyncBatchNorm, "forward", lambda self, x: "torch's own")
+    layer, x = nn.SyncBatchNorm(2), torch.randn(4, 2)
+    norm.start_micro_batch(4)
+    with norm:
+        inside = layer(x)
+    assert torch.equal(inside, nn.BatchNorm1d(2)(x))
+    assert layer(x) == "torch's own"
+    replace_sync_forward.cache_clear()
 
 
 def test_batch_of_one_sample_is_refused_as_by_torch() -> None:

@@ -216,6 +216,7 @@ def test_default_backend_draws_the_numbers_of_the_step() -> None:
     """The default backend calls torch's random kernels, though it has faster ones of its own."""
     if shutil.which("g++") is None:
         pytest.skip("the default backend of torch.compile needs a C++ compiler, and g++ is missing")
+    open_before = COMPILED_DRAWS.trainings
     torch.manual_seed(0)
     plain = train_loop(Mlp())
     torch.manual_seed(0)
@@ -223,7 +224,8 @@ def test_default_backend_draws_the_numbers_of_the_step() -> None:
     from torch._inductor import config
 
     # a test before this one may have left a training open
-    assert config.fallback_random is (COMPILED_DRAWS.trainings > 0)
+    assert COMPILED_DRAWS.trainings == open_before
+    assert config.fallback_random is (open_before > 0)
 
 
 def test_a_training_left_open_does_not_hide_torch_compile(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -623,3 +624,22 @@ def test_saved_model_loads_without_paragrad(pool: Launcher, tmp_path: Path) -> N
     assert float(told) == pytest.approx(
         float(finished.model()(torch.ones(1, 64)).detach().sum()), rel=1e-5
     )
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook")
+@pytest.mark.parametrize("kind", ["forward_pre", "forward", "full_backward_pre", "full_backward"])
+def test_hooks_on_model_and_loss_run(kind: str) -> None:
+    """An exchange may hook the module of model and loss, as FSDP2 does.
+
+    Passes called its forward directly, and the hooks did not run.
+    """
+    job = make_job("hooked", lambda: nn.Linear(10, 4), VECTORS)
+    trainer = Trainer.build_for_job(World(), job, resolve_text("serial"))
+    calls: list[str] = []
+    with contextlib.closing(trainer):
+        batches = trainer.batches(job.train, 12, 0)
+        trainer.step(*separate_target(next(batches)))
+        register = getattr(trainer.training.module, f"register_{kind}_hook")
+        register(lambda *_: calls.append(kind))
+        trainer.step(*separate_target(next(batches)))
+    assert calls == [kind]

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
 from typing import Any
 
 import numpy
@@ -37,9 +36,11 @@ from paragrad.runtime.world import DEFAULT_TIMEOUT
 # map-style: __len__ and __getitem__(index) -> (input, target) or {name: value}
 Dataset = Any
 Collate = Callable[[list[Any]], Any]
+# (epoch, indices), or (epoch, indices, places)
+SampleKey = tuple[int, Indices] | tuple[int, Indices, Sequence[int]]
 PROBE_SAMPLES = 5  # samples that test a collate
 # small batches of a TensorDataset are selected together, up to so many and up to so many bytes
-JOINT_BATCHES = 64
+JOINT_BATCHES = 16
 JOINT_BYTES = 2**18
 # torch's memory begins at a multiple of so many bytes, and results can depend on that
 ALIGNMENT = 64
@@ -104,7 +105,7 @@ class Samples:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, key: tuple[int, Indices] | tuple[int, Indices, Sequence[int]]) -> Any:
+    def __getitem__(self, key: SampleKey) -> Any:
         epoch, indices, *places = key
         if isinstance(indices, numpy.ndarray) and not self.is_tensor_dataset:
             indices = indices.tolist()
@@ -123,36 +124,44 @@ class Samples:
         """Whether a batch is selected from tensors at once."""
         return self.collate is None and type(self.dataset).__getitem__ is TensorDataset.__getitem__
 
-    def load_in_turn(
-        self, keys: Iterable[tuple[int, Indices] | tuple[int, Indices, Sequence[int]]]
-    ) -> Iterator[Any]:
+    def load_in_turn(self, keys: Iterable[SampleKey]) -> Iterator[Any]:
         """Yield the batch of each key.
 
-        At most `JOINT_BYTES` are loaded before they are needed. A change that torch makes in the
-        tensors of the dataset is seen in the next batch.
+        Small batches of a TensorDataset are selected together (`JOINT_BATCHES`, `JOINT_BYTES`), and
+        lie in one memory. A change that torch makes in the tensors of the dataset is seen in the
+        next batch. One through `.data[...]`, through DLPack, or through an array of numpy that was
+        made meanwhile, is seen in the batch after those.
 
         Args:
             keys: The keys.
         """
         keys = iter(keys)
         if not self.is_tensor_dataset:
-            yield from map(self.__getitem__, keys)
+            for key in keys:
+                yield self[key]
             return
-        for first in keys:
+        first = next(keys, None)
+        while first is not None:
             count = _count_joint_batches(self.dataset.tensors, len(first[-1]))
-            if count == 1:
-                yield self[first]
-                continue
-            group = [_select_indices(*key[1:]) for key in [first, *islice(keys, count - 1)]]
-            versions, loaded = [-1], list[Any]()
-            for number in range(len(group)):
-                tensors = self.dataset.tensors
-                if (found := [each._version for each in tensors]) != versions:
-                    versions, loaded = (
-                        found,
-                        [None] * number + _select_batches(tensors, group[number:]),
-                    )
-                yield loaded[number]
+            group, held = _take_group(first, keys, count)
+            yield from self._load_group(group) if len(group) > 1 else (self[first],)
+            first = next(keys, None) if held is None else held
+
+    def _load_group(self, group: list[SampleKey]) -> Iterator[Any]:
+        """Yield the batches of keys that are selected together."""
+        indices = [_select_indices(*key[1:]) for key in group]
+        tensors: tuple[Tensor, ...] = ()
+        versions: list[Any] = []
+        batches: list[Any] = []
+        for number in range(len(group)):
+            found = [(id(each), each.data_ptr(), each._version) for each in self.dataset.tensors]
+            if found != versions:  # at first, and if the loop has changed the dataset
+                tensors = tuple(self.dataset.tensors)
+                batches = [None] * number + _select_batches(tensors, indices[number:])
+                versions = found
+            batch, batches[number] = batches[number], None
+            yield batch
+            del batch  # a loop may have given it a graph
 
     def _collate_samples(self, epoch: int, indices: Any, batch: int) -> Any:
         dataset = self.dataset
@@ -226,6 +235,7 @@ def _count_joint_batches(tensors: Sequence[Tensor], samples: int) -> int:
     if not all(
         _is_rowwise(each, len(tensors[0]))
         and not each.requires_grad
+        and not each.is_inference()
         and each.untyped_storage().resizable()
         for each in tensors
     ):
@@ -234,6 +244,24 @@ def _count_joint_batches(tensors: Sequence[Tensor], samples: int) -> int:
     if not all(size and size % ALIGNMENT == 0 for size in sizes):
         return 1
     return min(max(JOINT_BYTES // sum(sizes), 1), JOINT_BATCHES)
+
+
+def _take_group(
+    first: SampleKey, keys: Iterator[SampleKey], count: int
+) -> tuple[list[SampleKey], SampleKey | None]:
+    """Take up to `count` keys of one epoch. Only the last one may have another number of samples.
+
+    Returns:
+        (the keys, a key that was read and belongs to the next group).
+    """
+    group = [first]
+    while len(group) < count and (key := next(keys, None)) is not None:
+        if key[0] != first[0]:
+            return group, key
+        group.append(key)
+        if len(key[-1]) != len(first[-1]):
+            break
+    return group, None
 
 
 def _select_batches(

@@ -226,7 +226,7 @@ def refuse_oversized_dataset(samples: int, what: str, ranks: int = 1) -> None:
         Refused: There are too many samples.
     """
     refuse_endless_dataset(samples, what)
-    available = read_available_memory() if samples > SMALL_SAMPLES else None
+    available = read_available_memory() if ranks * samples > SMALL_SAMPLES else None
     if available is not None and ranks * BYTES_PER_SAMPLE * samples > available:
         on_ranks, repair = (
             (f" in each of {ranks} ranks", ", or start fewer ranks") if ranks > 1 else ("", "")

@@ -37,9 +37,25 @@ TORCH_INSTANCE_NORM: Callable[..., Tensor] = torch.instance_norm
 TORCH_VERIFY_BATCH_SIZE: Callable[..., None] = vars(functional)["_verify_batch_size"]
 TOO_FEW_VALUES = "Expected more than 1 value per channel when training"  # as torch words it
 _sample_part_worlds: tuple[World, ...] = ()
+_open_contexts = 0  # how many contexts of BatchNorm are open in this process
 SINGLE_SAMPLE_REPAIR = (
     "a micro-batch of one sample has no variance: give fewer micro-batches, or another batch size"
 )
+
+
+@functools.cache
+def replace_sync_forward() -> None:
+    """Let SyncBatchNorm act as any batch norm in the contexts of BatchNorm, once per process.
+
+    torch's own forward refuses CPU tensors. A change of the class in every step would take
+    microseconds.
+    """
+    original = nn.SyncBatchNorm.forward
+
+    def forward(self: nn.SyncBatchNorm, input: Tensor) -> Tensor:
+        return _BatchNorm.forward(self, input) if _open_contexts else original(self, input)
+
+    nn.SyncBatchNorm.forward = forward
 
 
 @contextmanager
@@ -102,8 +118,6 @@ class BatchNorm:
         call_index: Index of the next batch norm call in this micro-batch.
 
         saved_functions: The functions of torch to restore, one entry for each nested use.
-
-        has_sync_norm: Whether the model contains a SyncBatchNorm.
     """
 
     def __init__(
@@ -128,33 +142,31 @@ class BatchNorm:
         self.per_sample_calls: set[int] = set()
         self.call_index = 0
         self.saved_functions: list[tuple[Any, ...]] = []
-        self.has_sync_norm = _has_sync_norm(model)
 
     def __enter__(self) -> BatchNorm:
+        global _open_contexts
+        replace_sync_forward()
+        _open_contexts += 1
         self.saved_functions.append(
             (
                 torch.batch_norm,
                 torch.instance_norm,
                 functional._verify_batch_size,  # type: ignore
-                nn.SyncBatchNorm.forward,
             )
         )
         self.call_index = 0
         torch.batch_norm = self.batch_norm
         torch.instance_norm = instance_norm
         functional._verify_batch_size = self._verify_part_size  # type: ignore[attr-defined]
-        # It refuses CPU tensors. A change of a class takes microseconds.
-        if self.has_sync_norm:
-            nn.SyncBatchNorm.forward = _BatchNorm.forward
         return self
 
     def __exit__(self, *error: Any) -> None:
-        batch_norm, instance_norm, verify, forward = self.saved_functions.pop()
+        global _open_contexts
+        _open_contexts -= 1
+        batch_norm, instance_norm, verify = self.saved_functions.pop()
         torch.batch_norm = batch_norm
         torch.instance_norm = instance_norm
         functional._verify_batch_size = verify  # type: ignore[attr-defined]
-        if self.has_sync_norm:
-            nn.SyncBatchNorm.forward = forward
 
     def start_micro_batch(self, samples: int) -> None:
         """Set the number of samples of the present micro-batch, and count its calls from 0.
@@ -172,7 +184,6 @@ class BatchNorm:
             model: The model.
         """
         self.model = model
-        self.has_sync_norm = _has_sync_norm(model)
 
     @contextmanager
     def use_probe_mode(self, records_calls: bool = False) -> Iterator[None]:
@@ -409,10 +420,6 @@ class BatchNorm:
         return (
             list(tensor.reshape(-1, tensor.shape[-1])) if worlds or not self.is_local else [tensor]
         )
-
-
-def _has_sync_norm(model: nn.Module) -> bool:
-    return any(isinstance(each, nn.SyncBatchNorm) for each in model.modules())
 
 
 def _has_compiled_batch_norm(model: nn.Module) -> bool:

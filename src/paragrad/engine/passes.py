@@ -386,8 +386,14 @@ class SequentialPasses(Passes):
         """Run a micro-batch forward and backward, and return its share of the loss and weight."""
         host, exchange, log = self.host, self.exchange, self.host.log
         module = exchange.module
-        # nn.Module takes longer to ask for hooks; those of FSDP2 are on our own module
-        is_bare = module is host.module and not (module._forward_pre_hooks or module._forward_hooks)
+        # A call of nn.Module takes microseconds. FSDP2 and exchanges may put hooks on our module.
+        is_bare = module is host.module and not (
+            module._forward_pre_hooks
+            or module._forward_hooks
+            or module._backward_pre_hooks
+            or module._backward_hooks
+            or module._compiled_call_impl is not None
+        )
         run_module = host.module.forward if is_bare else module
         samples = len(micro.positions)
         host.batch_norm.start_micro_batch(samples)

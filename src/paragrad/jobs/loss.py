@@ -229,6 +229,9 @@ def backpropagate_share(value: Tensor, factor: float) -> None:
         value: The value.
         factor: The factor (`LossModule.share_factor`).
     """
+    if factor == 1.0 and type(value) is not Tensor:
+        value.backward()
+        return
     gradient = torch.full((), factor, dtype=value.dtype, device=value.device)
     if type(value) is Tensor:
         run_backward((value,), (gradient,))
@@ -239,14 +242,22 @@ def backpropagate_share(value: Tensor, factor: float) -> None:
 def run_backward(ends: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor | None]) -> None:
     """Add the gradients of leaves, as `torch.autograd.backward` does.
 
-    That function asks first what does not apply here, which takes as long as a small layer.
+    `torch.autograd.backward` checks first what does not apply here. The checks take as long as a
+    small layer.
 
     Args:
         ends: Plain tensors, or their edges in the graph.
         gradients: The gradient of each, of its shape and type.
     """
+    keeps_graph, creates_graph = False, False
     _engine_run_backward(
-        ends, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
+        tuple(ends),
+        tuple(gradients),
+        keeps_graph,
+        creates_graph,
+        (),
+        allow_unreachable=True,
+        accumulate_grad=True,
     )
 
 

@@ -135,7 +135,7 @@ class StepLog:
         return Span(self, name, lane) if self.recorder else NO_SPAN
 
     def end_span(self, name: str, lane: str, started: float) -> None:
-        """End a span that every step has. It takes half the time of `record_span`.
+        """End a span that every step has.
 
         Args:
             name: The name of the span.

@@ -33,7 +33,7 @@ class Division:
     shares: tuple[int, ...] = (1,)
     micro: int = 1
 
-    @cached_property  # every step asks
+    @cached_property  # read in every step
     def is_undivided(self) -> bool:
         """Whether each replica has the whole batch, in one micro-batch."""
         return len(self.shares) == 1 and self.micro == 1

@@ -61,17 +61,17 @@ class StepObservers:
     """The observers of a training's steps. A step calls only methods that an observer defines.
 
     Attributes:
-        all: The observers, in the order in which they were added.
+        observers: The observers, in the order in which they were added.
 
-        around_passes: Those that may have a context around the passes.
+        pass_observers: Those that may have a context around the passes.
 
-        before_update: Those that look at the mean gradients.
+        gradient_observers: Those that look at the mean gradients.
     """
 
     def __init__(self) -> None:
-        self.all: list[StepObserver] = []
-        self.around_passes: list[StepObserver] = []
-        self.before_update: list[StepObserver] = []
+        self.observers: list[StepObserver] = []
+        self.pass_observers: list[StepObserver] = []
+        self.gradient_observers: list[StepObserver] = []
 
     def add(self, observer: StepObserver) -> None:
         """Let an observer look at each step.
@@ -80,11 +80,11 @@ class StepObservers:
             observer: The observer; those that were added before are called before it.
         """
         kind = type(observer)
-        self.all.append(observer)
+        self.observers.append(observer)
         if kind.surround_passes is not StepObserver.surround_passes:
-            self.around_passes.append(observer)
+            self.pass_observers.append(observer)
         if kind.observe_mean_gradients is not StepObserver.observe_mean_gradients:
-            self.before_update.append(observer)
+            self.gradient_observers.append(observer)
 
 
 class StepChecks(Protocol):

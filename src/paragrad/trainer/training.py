@@ -379,14 +379,14 @@ class Training:
                 checker.set_up(batch, inputs, target)
             elif is_check_due:
                 checker.prepare(batch, inputs, target)
-            sums = self.compute_gradients(batch, inputs, target, self.observers.around_passes)
+            sums = self.compute_gradients(batch, inputs, target, self.observers.pass_observers)
             sums, totals = self.share_totals(sums)
             update_start = time.monotonic()
             weight, doubtful_weight = totals.weight, totals.doubtful_weight
             if doubtful_weight:
                 weight = checker.resolve_weight(batch, inputs, target, weight, doubtful_weight)
             loss = self.take_mean(sums, totals, weight)
-            for each in self.observers.before_update:
+            for each in self.observers.gradient_observers:
                 each.observe_mean_gradients(loss, weight)
             if is_check_due:
                 checker.compare_gradients(loss, weight)
@@ -400,6 +400,7 @@ class Training:
             if state.stepped_scheduler is not None:
                 self.draw_alike("schedule", state.steps, state.stepped_scheduler.step)
         except Exception as error:
+            self.monitor.end_step()
             if update_start:
                 self.log.end_span("update", "update", update_start)
             cause = error if self.setup.exchange is None else self.exchange.find_cause(error)
@@ -597,9 +598,9 @@ class Training:
         # The first step frees the reference step's memory, and the whole model.
         if self.state.own_steps == 0:
             allocator.return_freed_memory()
-        if self.observers.all:
+        if self.observers.observers:
             own_sums = LossSums(sums.loss * sums.used_divisor, sums.weight)
-            for each in self.observers.all:
+            for each in self.observers.observers:
                 each.finish(batch, own_sums)
         self.state.count_step()
 
@@ -668,11 +669,11 @@ class Training:
             self.options.seed,
             state.steps,
             micro.places[: len(micro.positions)],
-            True,
-            setup.refuses_new_draws,
-            first_call,
-            call_numbers,
-            state.division.is_undivided,
+            always=True,
+            strict=setup.refuses_new_draws,
+            first_call=first_call,
+            call_numbers=call_numbers,
+            has_all_samples=state.division.is_undivided,
         )
 
     def use_autocast(self) -> AbstractContextManager[Any]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from equality_table import VECTORS
@@ -10,7 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import paragrad as pg
 from paragrad.errors import RankFailed
+from paragrad.jobs.loss import run_backward
 from paragrad.launch import Launcher
+from paragrad.parallel.pipeline.pipeline_passes import find_gradient_edge
 from paragrad.parallel.pipeline.stage_messages import MessageBuffers, MessageLayout
 from paragrad.parallel.tracing.crossing_plan import Crossing
 from paragrad.runtime.world import World
@@ -111,3 +117,33 @@ def test_a_late_change_in_place_of_a_message_is_refused(pool: Launcher) -> None:
         RankFailed, match="rank 1, step 1: a part of the model changes in place what it receives"
     ):
         pool.run(train_steps, "pipeline(2, micro=2, cut=[1, 2])", LateWriter, size=2)
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return 2 * gradients[0]
+
+
+@pytest.mark.parametrize("last", [Double.apply, torch.tanh, torch.clone])
+def test_edge_keeps_the_graph_of_a_tensor_that_is_gone(last: Callable[[Tensor], Tensor]) -> None:
+    """A node of Python does not keep what is below it in the graph; its edge must."""
+    leaves = [torch.randn(3, requires_grad=True) for _ in range(2)]
+    leaves[1].data.copy_(leaves[0])
+    gradient = torch.randn(3)
+    out = last(3 * leaves[0])
+    edge = find_gradient_edge(out)
+    assert edge is not None
+    del out
+    gc.collect()
+    run_backward([edge], [gradient])
+    torch.autograd.backward(last(3 * leaves[1]), gradient)
+    assert leaves[0].grad is not None
+    assert leaves[1].grad is not None
+    assert torch.equal(leaves[0].grad, leaves[1].grad)
+    assert find_gradient_edge(torch.randn(3)) is None
+    assert find_gradient_edge(leaves[0]) is not None

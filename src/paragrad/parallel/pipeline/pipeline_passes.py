@@ -318,7 +318,8 @@ class PipelineStep:
         drawn_calls: By (stage, micro-batch), the random calls of its forward, which a module that
             recomputes draws again.
 
-        keyed_draws: The source of the draws of all passes of the step; None: each has its own.
+        keyed_draws: The source of the draws of all passes of the step; None: each has its own. It
+            is in use between passes too.
 
         program_run: The run of the program, while it runs.
     """
