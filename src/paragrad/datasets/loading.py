@@ -156,7 +156,7 @@ class Samples:
         for number in range(len(group)):
             found = [(id(each), each.data_ptr(), each._version) for each in self.dataset.tensors]
             if found != versions:  # at first, and if the loop has changed the dataset
-                tensors = tuple(self.dataset.tensors)
+                tensors = tuple(self.dataset.tensors)  # kept, so that no other gets their ids
                 batches = [None] * number + _select_batches(tensors, indices[number:])
                 versions = found
             batch, batches[number] = batches[number], None

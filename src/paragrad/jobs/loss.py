@@ -249,13 +249,12 @@ def run_backward(ends: Sequence[Tensor | GradientEdge], gradients: Sequence[Tens
         ends: Plain tensors, or their edges in the graph.
         gradients: The gradient of each, of its shape and type.
     """
-    keeps_graph, creates_graph = False, False
     _engine_run_backward(
         tuple(ends),
         tuple(gradients),
-        keeps_graph,
-        creates_graph,
-        (),
+        keep_graph=False,
+        create_graph=False,
+        inputs=(),
         allow_unreachable=True,
         accumulate_grad=True,
     )
