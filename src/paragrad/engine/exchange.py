@@ -30,6 +30,7 @@ from paragrad.engine.optimizer.modes import (
     set_optimizer_mode,
     use_optimizer_eval_mode,
 )
+from paragrad.engine.optimizer.optimizer_step import step_optimizer
 from paragrad.errors import Refused, StepFailed
 from paragrad.executors.machine import Machine
 from paragrad.jobs.loss import LossModule
@@ -470,7 +471,7 @@ class Exchange(ABC):
             self.layout.clip_gradients(
                 dict(self.loss_module.model.named_parameters()), self.clip_norm
             )
-        self.optimizer.step()
+        step_optimizer(self.optimizer)
 
     def skip_update(self) -> None:
         """Leave the parameters as they are, in place of `update`: a gradient overflowed."""

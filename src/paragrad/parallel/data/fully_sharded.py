@@ -45,6 +45,7 @@ from paragrad.engine.layout import (
     install_shards,
 )
 from paragrad.engine.optimizer.modes import use_optimizer_eval_mode
+from paragrad.engine.optimizer.optimizer_step import step_optimizer
 from paragrad.engine.optimizer.update_probe import agree_on_granularity
 from paragrad.errors import StepFailed
 from paragrad.parallel.data.fsdp_units import (
@@ -391,7 +392,7 @@ class FullyShardedExchange(Exchange):
         if self.clip_norm is not None:
             self.shard_layout.clip_gradients(self.shard_tensors, self.clip_norm)
             self.count_bytes("norm", self.shard_layout.sent_bytes, computed=True)
-        self.optimizer.step()
+        step_optimizer(self.optimizer)
 
     # ---- inspection and checkpoints ----------------------------------------------------------
     @contextlib.contextmanager
