@@ -180,6 +180,30 @@ def gathers(world: World) -> None:
     assert_same(second, torch.cat([make_values(rank, 3) for rank in ranks]))
 
 
+def numbers(world: World) -> None:
+    """Numbers travel without tensors: behind an open collective, alone, and in pieces."""
+    for count in (0, 1, 5, LONG):
+        everyone = [make_values(rank, count, dtype=torch.float64) for rank in range(world.size)]
+        mine = everyone[world.rank].tolist()
+        total = torch.ones(LONG)
+        pending = dist.all_reduce(total, async_op=True)
+        gathered = world.gather_numbers(mine)
+        assert gathered == [each.tolist() for each in everyone]
+        pending.wait()
+        assert_same(total, torch.full((LONG,), float(world.size)))
+        assert world.gather_numbers(mine) == gathered
+
+
+def without_options(world: World) -> None:
+    """Callers of the group itself may leave the options out."""
+    taken = [torch.empty(3) for _ in range(world.size)]
+    work = world.group.allgather([taken], [make_values(world.rank, 3)])
+    work.wait()
+    assert_same(
+        torch.stack(taken), torch.stack([make_values(rank, 3) for rank in range(world.size)])
+    )
+
+
 def scatters(world: World) -> None:
     ranks = range(world.size)
     for shape in ((0,), (3, 2), (LONG,)):
@@ -271,6 +295,8 @@ COLLECTIVES = (
     not_contiguous,
     same_bits,
     gathers,
+    numbers,
+    without_options,
     scatters,
     objects_and_groups,
 )

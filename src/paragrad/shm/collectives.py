@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from array import array
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -106,6 +107,8 @@ class GroupAreas:
         is_background: No caller waits for the current collective, so waits do not spin.
 
         cached_views: Views of areas. To make one costs more than to copy a kilobyte.
+
+        number_views: The areas as numbers in double precision, by turn and rank.
     """
 
     def __init__(
@@ -166,6 +169,9 @@ class GroupAreas:
         self.deadline = 0.0
         self.is_background = False
         self.cached_views: dict[tuple[int, int, torch.dtype, int, int], Tensor] = {}
+        self.number_views = [
+            [memoryview(area.numpy()).cast("d") for area in areas] for areas in memory
+        ]
 
     def begin_collective(
         self, title: CollectiveTitle, deadline: float, is_background: bool = False
@@ -506,6 +512,27 @@ def all_gather_flat(areas: GroupAreas, outputs: Sequence[Tensor], flat: Tensor) 
         areas.barrier()
         for rank, output in enumerate(outputs):
             areas.read_rank(rank, output, start, stop)
+
+
+def all_gather_numbers(areas: GroupAreas, numbers: Sequence[float]) -> list[list[float]]:
+    """Copy each rank's numbers to all ranks.
+
+    Args:
+        areas: The areas of the group.
+        numbers: This rank's numbers, equally many on all ranks.
+
+    Returns:
+        The numbers of each rank, in rank order.
+    """
+    rows: list[list[float]] = [[] for _ in range(areas.size)]
+    own = array("d", numbers)
+    for start, stop in split_range(len(own), areas.area_bytes // own.itemsize):
+        views = areas.number_views[areas.turn]
+        views[areas.rank][: stop - start] = own[start:stop]
+        areas.barrier()
+        for row, view in zip(rows, views, strict=True):
+            row += view[: stop - start].tolist()
+    return rows
 
 
 def gather_flat(areas: GroupAreas, outputs: Sequence[Tensor] | None, flat: Tensor) -> None:

@@ -42,6 +42,9 @@ from paragrad.shm.work import COMPLETED_WORK, OperationQueue, ShmWork
 CLOSE_SECONDS = 1.0
 
 _NO_TIME = timedelta(0)
+# the options of a collective for which its caller waits
+_AWAITED = dist.AllreduceOptions()
+_AWAITED.asyncOp = False
 
 
 def register_backend() -> None:
@@ -241,6 +244,24 @@ class SharedMemoryGroup(dist.ProcessGroup):
             describe_tensors("all_gather_single", inputs), run, outputs, inputs, opts
         )
 
+    def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Gather a few numbers from all ranks. It makes no tensors, which take longer than this.
+
+        Args:
+            numbers: This rank's numbers, equally many on all ranks.
+
+        Returns:
+            The numbers of each rank, in rank order, in double precision.
+        """
+        rows: list[list[float]] = []
+
+        def run(areas: GroupAreas, outs: FlatTensors, ins: FlatTensors) -> None:
+            rows.extend(collectives.all_gather_numbers(areas, numbers))
+
+        title = f"gather {len(numbers)} numbers of each rank"
+        self._queue_collective(title, run, (), (), _AWAITED).wait()
+        return rows
+
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> ShmWork:
         def run(areas: GroupAreas, outs: FlatTensors, ins: FlatTensors) -> None:
             collectives.gather_flat(areas, outs, ins[0])
@@ -422,7 +443,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         It runs here if its caller waits for it at once and no operation is before it, or if its
         caller is a callback of another collective's future.
         """
-        opts = opts or dist.AllgatherOptions()
+        opts = opts or dist.AllreduceOptions()
         for each in (*outputs, *inputs):
             check_dense_cpu_tensor(each)
         queue = self.collective_queue

@@ -10,8 +10,8 @@ from typing import Any
 from torch.optim import SGD, Optimizer
 
 from paragrad.engine.optimizer.modes import has_modes
-from paragrad.engine.optimizer.optimizer_step import FOREACH_OPTIMIZERS
 from paragrad.engine.optimizer.update_probe import find_update_granularity, has_weight_copies
+from paragrad.engine.optimizer.update_slices import FOREACH_OPTIMIZERS
 from paragrad.jobs.job import Job
 from paragrad.strategies.job_facts import JobFacts, OptimizerFacts
 from paragrad.trainer.checks.diagnosis import explain_layout_draws

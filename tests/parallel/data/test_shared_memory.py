@@ -24,9 +24,12 @@ from unusual_optimizers import Averaging, DistanceSgd, Harmonic, Langevin, Norme
 from paragrad import Job, RankFailed, Refused, parallelize, train, verify
 from paragrad.datasets.loading import convert_batch, separate_target
 from paragrad.engine.optimizer.modes import set_optimizer_mode
-from paragrad.engine.optimizer.optimizer_step import FOREACH_OPTIMIZERS, FUSED_OPTIMIZERS
 from paragrad.engine.optimizer.update_probe import find_update_granularity
-from paragrad.engine.optimizer.update_slices import assign_slices
+from paragrad.engine.optimizer.update_slices import (
+    FOREACH_OPTIMIZERS,
+    FUSED_OPTIMIZERS,
+    assign_slices,
+)
 from paragrad.engine.rng.draws import ReplicatedDraws
 from paragrad.jobs.job import CPU
 from paragrad.launch import Launcher

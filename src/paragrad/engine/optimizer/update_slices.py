@@ -11,9 +11,16 @@ from dataclasses import dataclass
 
 import torch
 
-from paragrad.engine.optimizer.update_probe import find_step_hook
+from paragrad.engine.exchange import step_optimizer
+from paragrad.engine.optimizer.update_probe import ELEMENTWISE_OPTIMIZERS, find_step_hook
 from paragrad.strategies.strategy import PER_ELEMENT, PER_TENSOR
 
+# classes of torch that are made to update by operations on lists of tensors
+FOREACH_OPTIMIZERS = tuple(
+    kind for kind in ELEMENTWISE_OPTIMIZERS if kind not in (torch.optim.ASGD, torch.optim.Rprop)
+)
+# classes of torch that have a fused kernel for the CPU
+FUSED_OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 SLICE_GRAIN = 64  # elements: two ranks never write the same cache line of floats
 
 
@@ -73,6 +80,56 @@ def assign_slices(
     return [everything] + [
         [] for _ in range(ranks - 1)
     ], f"{name} {reason}: rank 0 updates everything"
+
+
+def step_with_fast_kernels(optimizer: torch.optim.Optimizer) -> None:
+    """Run optimizer.step() with torch's fastest kernel for the CPU.
+
+    That is a fused kernel if torch has one, otherwise the operations on lists of tensors. By
+    default torch chooses neither on a CPU. A choice of the user stays. So does an lr that is a
+    tensor, which operations on lists refuse, and capturable=True, which torch reserves for GPUs. A
+    checkpoint does not show what was chosen here.
+
+    Args:
+        optimizer: The optimizer.
+    """
+    groups = [
+        group
+        for group in optimizer.param_groups
+        if type(optimizer) in FOREACH_OPTIMIZERS
+        and group["foreach"] is None
+        and group.get("fused") is None
+        and not group["differentiable"]
+        and not group.get("capturable")
+        and not any(isinstance(each, torch.Tensor) for each in group.values())
+    ]
+    kernels = [
+        "fused"
+        if type(optimizer) in FUSED_OPTIMIZERS and _can_fuse(optimizer, group["params"])
+        else "foreach"
+        for group in groups
+    ]
+    for group, kernel in zip(groups, kernels, strict=True):
+        group[kernel] = True
+    try:
+        step_optimizer(optimizer)
+    finally:
+        for group, kernel in zip(groups, kernels, strict=True):
+            group[kernel] = None
+
+
+def _can_fuse(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> bool:
+    """Return whether the fused kernel can update these parameters.
+
+    It takes no complex numbers. It also does not take parameters with state and parameters without
+    state in the same call.
+    """
+    has_state = {
+        bool(optimizer.state.get(parameter))
+        for parameter in parameters
+        if parameter.grad is not None
+    }
+    return len(has_state) <= 1 and all(map(torch.is_floating_point, parameters))
 
 
 def _split_evenly(lengths: list[int], ranks: int, grain: int) -> list[list[ParameterRange]]:

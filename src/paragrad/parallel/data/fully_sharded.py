@@ -36,7 +36,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from paragrad.engine.exchange import SHARED_PARAMETER_CHANGED, Exchange, Replica
+from paragrad.engine.exchange import (
+    SHARED_PARAMETER_CHANGED,
+    Exchange,
+    Replica,
+    step_optimizer,
+)
 from paragrad.engine.layout import (
     Layout,
     OptimizerState,
@@ -45,7 +50,6 @@ from paragrad.engine.layout import (
     install_shards,
 )
 from paragrad.engine.optimizer.modes import use_optimizer_eval_mode
-from paragrad.engine.optimizer.optimizer_step import step_optimizer
 from paragrad.engine.optimizer.update_probe import agree_on_granularity
 from paragrad.errors import StepFailed
 from paragrad.parallel.data.fsdp_units import (

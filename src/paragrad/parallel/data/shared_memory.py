@@ -38,9 +38,12 @@ from paragrad.engine.layout import (
     install_shards,
 )
 from paragrad.engine.optimizer.modes import has_modes, set_optimizer_mode, use_optimizer_eval_mode
-from paragrad.engine.optimizer.optimizer_step import step_with_fast_kernels
 from paragrad.engine.optimizer.update_probe import agree_on_granularity, compute_clip_factor
-from paragrad.engine.optimizer.update_slices import ParameterRange, assign_slices
+from paragrad.engine.optimizer.update_slices import (
+    ParameterRange,
+    assign_slices,
+    step_with_fast_kernels,
+)
 from paragrad.parallel.data.host_memory import HostMemory
 from paragrad.record.step_log import StepLog
 from paragrad.runtime.world import World

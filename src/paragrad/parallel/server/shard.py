@@ -22,7 +22,7 @@ from paragrad.engine.exchange import Replica
 from paragrad.engine.layout import install_shards
 from paragrad.engine.optimizer.modes import set_optimizer_mode
 from paragrad.engine.optimizer.optimizer_state import copy_unsaved_values, list_unsaved_state
-from paragrad.engine.optimizer.optimizer_step import step_with_fast_kernels
+from paragrad.engine.optimizer.update_slices import step_with_fast_kernels
 from paragrad.engine.state.values import get_accumulation_dtype
 from paragrad.errors import StepFailed
 from paragrad.parallel.server.compressed_push import build_push_codec

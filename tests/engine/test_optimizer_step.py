@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from paragrad.engine.optimizer.optimizer_step import FOREACH_OPTIMIZERS, step_optimizer
+from paragrad.engine.exchange import step_optimizer
+from paragrad.engine.optimizer.update_slices import FOREACH_OPTIMIZERS
 
 pytestmark = pytest.mark.pure
 
