@@ -42,6 +42,7 @@ from torch.utils.data import Dataset, TensorDataset
 import paragrad as pg
 from paragrad.commands.train import train_on_ranks
 from paragrad.launch import Launcher
+from paragrad.parallel.tensor.sharding_plan import plan_sharding
 from paragrad.report.equivalence.lockstep import COMPARED_STEPS
 from paragrad.trainer.parameter_access import refuse_parameter_views
 from paragrad.trainer.settings import Settings
@@ -535,6 +536,18 @@ def test_gathered_value_changed_through_a_view(pool: Launcher) -> None:
         measure_difference(pool, "branch(2)", make_job("viewed", Viewed, VECTORS), BRIEF).value
         <= 1e-10
     )
+
+
+def test_small_last_layer_that_every_rank_holds(pool: Launcher) -> None:
+    def make_model() -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(10, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 4)
+        )
+
+    plan = plan_sharding(make_model(), draw_numbers(2, 10, seed=1), 2)
+    assert "4.weight" in plan.whole_names
+    job = make_job("small last layer", make_model, VECTORS)
+    assert measure_difference(pool, "tensor(2)", job, BRIEF).value <= 1e-10
 
 
 class Meshed(nn.Module):

@@ -56,6 +56,27 @@ def test_linear_pairs_are_split_by_columns_and_rows() -> None:
     assert list_transfers(plan) == ["2: summed", "4: copied", "6: summed"]
 
 
+@pytest.mark.parametrize(("classes", "is_whole"), [(3, True), (40, False)])
+def test_a_small_last_layer_stays_whole(classes: int, is_whole: bool) -> None:
+    """Divided, its input would be summed in the backward, and its loss needs three exchanges."""
+    model = nn.Sequential(
+        nn.Linear(16, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, classes)
+    )
+    plan = plan_sharding(model, draw_numbers(2, 16, seed=1), 2)
+    assert describe_divisions(plan)["4.weight"] == (
+        "whole(3, 256) (a small last layer)" if is_whole else "outputs 20 + 20"
+    )
+    assert list_transfers(plan) == ["2: summed", *([] if is_whole else ["4: copied"])]
+
+
+def test_a_small_last_layer_is_divided_where_that_sends_less() -> None:
+    """Its input is divided: whole, it would have to be gathered."""
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 1))
+    plan = plan_sharding(model, draw_numbers(2, 64, seed=1), 2)
+    assert describe_divisions(plan)["2.weight"] == "inputs 128 + 128"
+    assert list_transfers(plan) == ["2: summed"]
+
+
 def test_every_layer_is_split_by_outputs_without_pairs() -> None:
     """Each layer's input is gathered: one kind of split for all layers (Gholami et al. 2018)."""
     model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 4))

@@ -14,11 +14,15 @@ parameters are whole. The first product with a parameter decides how it is divid
 An operation may be impossible with the pieces as they are: a head would be split, or a fused
 query-key-value layer is one block. Then it requests other blocks, and the model runs again, until
 there are no more requests.
+
+A last layer that is divided by its outputs saves little if it is small. Its input then needs a sum
+in the backward, and the loss several exchanges. Such a layer stays whole if the plan without it
+transfers fewer bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -60,9 +64,11 @@ from paragrad.parallel.tensor.split_context import (
     use_test_mode,
 )
 from paragrad.parallel.tracing.cut_points import PLACEHOLDER_LOSS
-from paragrad.parallel.tracing.tracer import track_modules
+from paragrad.parallel.tracing.tracer import find_tensors, track_modules
 
 ROUNDS = 12  # runs of the model at most
+# a last layer with so large a share of the elements of one rank may stay whole
+SMALL_SHARE = 1 / 32
 # transfers of a forward; all others belong to the backward
 FORWARD_TRANSFERS = {"summed", "gathered", "fetched", "statistics"}
 
@@ -184,6 +190,8 @@ class ShardingPlanner:
         sharded_by_id: What stands for parameters and buffers, by their ids.
 
         module_stack: Names of the modules that are being called.
+
+        output_sources: Names of the parameters whose sharding the output of the model has.
     """
 
     def __init__(
@@ -219,6 +227,7 @@ class ShardingPlanner:
         self.roles: dict[str, str] = {}
         self.constraints: list[Constraint] = []
         self.sharded_by_id: dict[int, ShardedTensor] = {}
+        self.output_sources: set[str] = set()
         for name, tensor in (
             [*model.named_parameters(), *model.named_buffers()] if input_sharding.dense else ()
         ):
@@ -384,7 +393,10 @@ class ShardingPlanner:
                 ),
                 use_test_mode(self.model, tested),
             ):
-                call_model(self.model, shard_inputs(clone_batch(inputs), self.input_groups))
+                output = call_model(
+                    self.model, shard_inputs(clone_batch(inputs), self.input_groups)
+                )
+                self.output_sources = _list_sources(output)
             # an assigned buffer is not among the pieces that replace the old one
             self.assigned_buffers = find_assigned_buffers(self.model, buffers, self.sharded_by_id)
             self.whole_reasons |= dict.fromkeys(self.assigned_buffers, "assigned")
@@ -418,8 +430,8 @@ def plan_sharding(
 ) -> ShardingPlan:
     """Plan how a model is split.
 
-    There are two ways to continue where plain and sharded values meet; the plan takes the one with
-    fewer transferred bytes.
+    There are two ways to continue where plain and sharded values meet, and a small last layer may
+    stay whole. The plan takes the way with the fewest transferred bytes.
 
     Args:
         model: The model.
@@ -440,16 +452,55 @@ def plan_sharding(
     Raises:
         StepFailed: The model cannot run in this way.
     """
-    plans = [
-        _plan_with_options(
-            model, example, ranks, SplitOptions(gathers_mixed=gathers, pairs=pairs), input_sharding
-        )
+    ways = [
+        SplitOptions(gathers_mixed=gathers, pairs=pairs)
         for gathers in ((False,) if input_sharding else (False, True))
     ]
-    plan, make_planner = min(plans, key=lambda each: each[0].total_bytes)
+    plans = [_plan_with_options(model, example, ranks, way, input_sharding) for way in ways]
+    best = min(plans, key=lambda each: each.plan.total_bytes)
+    if pairs and not input_sharding and (small := _list_small_sources(best)):
+        without = _plan_with_options(
+            model, example, ranks, best.plan.options, input_sharding, whole=small
+        )
+        best = min(best, without, key=lambda each: each.plan.total_bytes)
     if tested:
-        make_planner().run_forward(example, tested)
-    return plan
+        best.make_planner().run_forward(example, tested)
+    return best.plan
+
+
+class PlannedRun(NamedTuple):
+    """A plan, and the run of the model that found it.
+
+    Attributes:
+        plan: The plan.
+        make_planner: Makes another run.
+        output_sources: As in `ShardingPlanner`.
+    """
+
+    plan: ShardingPlan
+    make_planner: Callable[[], ShardingPlanner]
+    output_sources: set[str]
+
+
+def _list_sources(output: Any) -> set[str]:
+    """List the parameters whose sharding the output of a model has."""
+    return {
+        name
+        for each in find_tensors(output)
+        if isinstance(each, ShardedTensor)
+        for sharding in each.shardings.values()
+        for block in sharding.partition.blocks
+        for name, *_ in block.origins
+    }
+
+
+def _list_small_sources(run: PlannedRun) -> set[str]:
+    """List the divided parameters of a last layer that has a small share of the model."""
+    shapes = run.plan.shapes
+    last = run.output_sources & run.plan.sharded_tensors.keys()
+    elements = sum(prod(shapes[name]) for name in last)
+    rank_elements = sum(map(prod, shapes.values())) / run.plan.ranks
+    return last if elements <= SMALL_SHARE * rank_elements else set()
 
 
 def _plan_with_options(
@@ -458,9 +509,10 @@ def _plan_with_options(
     ranks: int,
     options: SplitOptions,
     input_sharding: InputSharding | None,
-) -> tuple[ShardingPlan, Callable[[], ShardingPlanner]]:
-    """Return (the plan, a function that makes another run of it)."""
-    blocks: dict[str, tuple[DimBlock, ...] | None] = {}
+    whole: Collection[str] = (),
+) -> PlannedRun:
+    """Plan with given options; the parameters of some names stay whole."""
+    blocks: dict[str, tuple[DimBlock, ...] | None] = dict.fromkeys(whole)
     source_shardings: dict[str, SourceSharding] = {}
 
     def make_planner() -> ShardingPlanner:
@@ -485,7 +537,7 @@ def _plan_with_options(
         name: tuple(each.shape)
         for name, each in [*model.named_parameters(), *model.named_buffers()]
     }
-    return ShardingPlan(
+    plan = ShardingPlan(
         ranks,
         options,
         {
@@ -497,7 +549,11 @@ def _plan_with_options(
         tuple(planning.transfers),
         {
             name: reason
-            for name, reason in planning.whole_reasons.items()
+            for name, reason in {
+                **planning.whole_reasons,
+                **dict.fromkeys(whole, "a small last layer"),
+            }.items()
             if name not in planning.chosen_partitions
         },
-    ), make_planner
+    )
+    return PlannedRun(plan, make_planner, planning.output_sources)
