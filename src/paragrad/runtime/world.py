@@ -28,6 +28,9 @@ UNUSED_TAG = 1 << 20  # no message has this tag
 # The same, in seconds, for connected ranks that form one more group: gloo does not notice when
 # a rank dies meanwhile.
 CONNECT_SECONDS = 4.0
+# the options of a collective for which its caller waits
+_AWAITED = dist.AllreduceOptions()
+_AWAITED.asyncOp = False
 
 
 @dataclass(frozen=True)
@@ -123,8 +126,23 @@ class World:
         """
         result = tensor.to(self.transport_device, copy=True)
         if self.size > 1:
-            dist.all_reduce(result, op=getattr(dist.ReduceOp, operation), group=self.group)
+            self._reduce_in_place(result, operation)
         return result.to(tensor.device)
+
+    def _reduce_in_place(self, tensor: Tensor, operation: str = "SUM") -> None:
+        """Reduce a tensor over all ranks into itself.
+
+        The functions of torch.distributed ask many questions before they call the group. This takes
+        longer than a short collective.
+        """
+        if self.group is None or tensor.is_complex():
+            dist.all_reduce(tensor, op=getattr(dist.ReduceOp, operation), group=self.group)
+            return
+        options = dist.AllreduceOptions()
+        options.reduceOp = getattr(dist.ReduceOp, operation)
+        options.asyncOp = False
+        if (work := self.group.allreduce([tensor], options)) is not None:
+            work.wait()
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Gather the tensors of all ranks.
@@ -154,18 +172,14 @@ class World:
         Returns:
             The numbers of each rank, in rank order.
         """
-        if self.backend == "shm" and self.size > 1:
+        if self.backend == "shm" and self.group is not None:
             return self.group.gather_numbers(numbers)  # type: ignore[no-any-return]
         count = len(numbers)
         zeros = array("d", [0.0]) * count
         rows = zeros * self.rank + array("d", numbers) + zeros * (self.size - 1 - self.rank)
         if self.size > 1:
             sums = torch.frombuffer(rows, dtype=torch.float64).to(self.transport_device)
-            # what dist.all_reduce does, after questions that take longer than the sum
-            options = dist.AllreduceOptions()
-            options.asyncOp = False
-            if (work := self.group.allreduce([sums], options)) is not None:
-                work.wait()
+            self._reduce_in_place(sums)
             rows = array("d", sums.tolist())
         return [rows[start : start + count].tolist() for start in range(0, len(rows), count)]
 
@@ -216,7 +230,10 @@ class World:
             output: A flat tensor that takes the result; its length is the sum of all lengths.
             tensor: This rank's flat tensor.
         """
-        dist.all_gather_single(output, tensor, group=self.group)
+        if self.backend == "shm" and self.group is not None:
+            self.group.all_gather_single(output, tensor, _AWAITED).wait()
+        else:
+            dist.all_gather_single(output, tensor, group=self.group)
 
     def reduce_scatter_into(self, output: Tensor, tensor: Tensor, operation: Any) -> None:
         """Reduce a flat tensor over all ranks, and give each rank its part in rank order.
@@ -226,7 +243,13 @@ class World:
             tensor: This rank's contribution.
             operation: The reduction, of torch.distributed.ReduceOp.
         """
-        dist.reduce_scatter_single(output, tensor, op=operation, group=self.group)
+        if self.backend == "shm" and self.group is not None:
+            options = dist.ReduceScatterOptions()
+            options.reduceOp = operation
+            options.asyncOp = False
+            self.group.reduce_scatter_single(output, tensor, options).wait()
+        else:
+            dist.reduce_scatter_single(output, tensor, op=operation, group=self.group)
 
     def copy_from_first(self, tensor: Tensor) -> None:
         """Overwrite a tensor with the one of rank 0 (a broadcast).

@@ -63,12 +63,11 @@ class Batch:
     @property
     def recorded_ranges(self) -> list[list[int]]:
         """The ranges [first, stop] of this rank's positions, as few as possible, in their order."""
-        if len(self.micro_batches) == 1:
-            positions = self.micro_batches[0].positions
-            if isinstance(positions, range) and positions.step == 1:
-                return [[positions.start, positions.stop]] if positions else []
+        positions = join_places([each.positions for each in self.micro_batches])
+        if isinstance(positions, range) and positions.step == 1:
+            return [[positions.start, positions.stop]] if positions else []
         ranges: list[list[int]] = []
-        for position in sorted(chain.from_iterable(each.positions for each in self.micro_batches)):
+        for position in sorted(positions):
             if ranges and ranges[-1][1] == position:
                 ranges[-1][1] = position + 1
             else:
