@@ -548,7 +548,7 @@ class Training:
             and setup.passes is not None
         ):
             contexts.append(setup.passes.count_activations(setup.model))
-        if setup.layout.is_partitioned or exchange.sharing_ranks > 1:
+        if setup.copied_parameters or exchange.sharing_ranks > 1:
             contexts.append(
                 refuse_moved_parameters(exchange, setup.parameters, setup.copied_parameters)
             )

@@ -5,7 +5,6 @@ A schedule gives the order. Messages to users call a stage a part.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -20,7 +19,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from paragrad.datasets.loading import clone_batch, list_batch_tensors
 from paragrad.engine.activation_meter import ActivationMeter
 from paragrad.engine.exchange import NO_CONTEXT, Exchange
-from paragrad.engine.passes import LossSums, Passes, PassesHost, refuse_changed_in_backward
+from paragrad.engine.passes import (
+    LossSums,
+    Passes,
+    PassesHost,
+    enter_contexts,
+    refuse_changed_in_backward,
+)
 from paragrad.engine.rng.draws import CallNumbers, KeyedDraws, key_test_draws
 from paragrad.engine.state.preserve_state import (
     INTERNAL_ATTRIBUTES,
@@ -380,17 +385,20 @@ class PipelineStep:
             self.rank_program.postings,
         )
         program_run = self.program_run
-        with contextlib.ExitStack() as stack:
-            if self.training:
-                stack.enter_context(self.host.batch_norm)
-                if not self.host.draws.other_generators:
-                    source = stack.enter_context(self.host.key_draws(self.micro_batches[0][0]))
-                    self.keyed_draws = source if isinstance(source, KeyedDraws) else None
-            if any(plan.sequential_stages is None for plan in self.plans):
-                # entered once for all micro-batches: after each change of nn.Module, Python looks
-                # up methods again
-                stack.enter_context(hook_module_calls(None))
-                stack.enter_context(self.stage_forward.fix_model_tensors())
+        training, host = self.training, self.host
+        has_one_source = training and not host.draws.other_generators
+        with (
+            host.batch_norm if training else NO_CONTEXT,
+            host.key_draws(self.micro_batches[0][0]) if has_one_source else NO_CONTEXT as source,
+            # entered once for all micro-batches: after each change of nn.Module, Python looks up
+            # methods again
+            enter_contexts(
+                [hook_module_calls(None), self.stage_forward.fix_model_tensors()]
+                if any(plan.sequential_stages is None for plan in self.plans)
+                else []
+            ),
+        ):
+            self.keyed_draws = source if isinstance(source, KeyedDraws) else None
             program_run.play_program()
         self.program_run = None
         self.messages.close()

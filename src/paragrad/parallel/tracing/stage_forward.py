@@ -209,7 +209,8 @@ class StageForward(ValuelessModel):
             if (
                 type(inputs) is Tensor
                 and type(previous) is Tensor
-                and (inputs.shape, inputs.dtype) == (previous.shape, previous.dtype)
+                and inputs.shape == previous.shape
+                and inputs.dtype == previous.dtype
                 and not plans[-1].guards.steps
             ):
                 plans.append(plans[-1])
