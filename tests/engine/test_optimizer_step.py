@@ -1,4 +1,4 @@
-"""An optimizer's step without torch's wrapper does the same, and is not taken where others look."""
+"""An optimizer's step without torch's wrapper does the same, and hooks and profilers see a step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from paragrad.engine.exchange import step_optimizer
 from paragrad.engine.optimizer.update_slices import FOREACH_OPTIMIZERS
@@ -70,8 +73,9 @@ def test_a_profiler_sees_the_step() -> None:
         torch.optim.SGD.register_step_pre_hook,
         torch.optim.SGD.register_step_post_hook,
         lambda optimizer, hook: register_optimizer_step_pre_hook(hook),
+        lambda optimizer, hook: register_optimizer_step_post_hook(hook),
     ],
-    ids=["before", "after", "of all optimizers"],
+    ids=["before", "after", "before, of all optimizers", "after, of all optimizers"],
 )
 def test_hooks_are_called(register: Callable[..., torch.utils.hooks.RemovableHandle]) -> None:
     optimizer = torch.optim.SGD([make_parameter()], lr=0.1)
@@ -95,9 +99,12 @@ def test_a_step_put_on_the_object_is_called() -> None:
     optimizer.step.assert_called_once_with()
 
 
-def test_a_scheduler_sees_the_step() -> None:
+def test_a_scheduler_sees_the_step_on_the_short_way() -> None:
     optimizer = torch.optim.SGD([make_parameter()], lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    step_optimizer(optimizer)
+    with mock.patch("torch.autograd.profiler.record_function") as note:
+        step_optimizer(optimizer)
+    assert not note.called
     scheduler.step()  # warns, which is an error here, if the optimizer made no step
     assert optimizer._opt_called  # type: ignore[attr-defined]
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)

@@ -181,7 +181,7 @@ def gathers(world: World) -> None:
 
 
 def numbers(world: World) -> None:
-    """Numbers travel without tensors: behind an open collective, alone, and in pieces."""
+    """Numbers are gathered behind an open collective, alone, and in pieces."""
     for count in (0, 1, 5, LONG):
         everyone = [make_values(rank, count, dtype=torch.float64) for rank in range(world.size)]
         mine = everyone[world.rank].tolist()
@@ -192,6 +192,34 @@ def numbers(world: World) -> None:
         pending.wait()
         assert_same(total, torch.full((LONG,), float(world.size)))
         assert world.gather_numbers(mine) == gathered
+
+
+def direct_calls(world: World) -> None:
+    """The methods of World call the group directly, also behind an open collective."""
+    ranks = range(world.size)
+    everyone = [make_values(rank, 2 * world.size) for rank in ranks]
+    mine = everyone[world.rank]
+    total = torch.ones(LONG)
+    pending = dist.all_reduce(total, async_op=True)
+    gathered = torch.empty(2 * world.size**2)
+    world.all_gather_into(gathered, mine)
+    assert_same(gathered, torch.cat(everyone))
+    part = torch.empty(2)
+    for operation, wanted in (
+        (dist.ReduceOp.SUM, torch.stack(everyone).sum(0)),
+        (dist.ReduceOp.MAX, torch.stack(everyone).amax(0)),
+    ):
+        world.reduce_scatter_into(part, mine, operation)
+        assert_same(part, wanted[2 * world.rank : 2 * world.rank + 2])
+    assert_same(world.all_reduce(mine, "MAX"), torch.stack(everyone).amax(0))
+    assert_same(world.all_reduce(mine + 1j), torch.stack(everyone).sum(0) + world.size * 1j)
+    pending.wait()
+    assert_same(total, torch.full((LONG,), float(world.size)))
+    alone = World(backend="shm")
+    alone.all_gather_into(part, mine[:2])
+    assert_same(part, mine[:2])
+    alone.reduce_scatter_into(part, mine[2:4], dist.ReduceOp.SUM)
+    assert_same(part, mine[2:4])
 
 
 def without_options(world: World) -> None:
@@ -296,6 +324,7 @@ COLLECTIVES = (
     same_bits,
     gathers,
     numbers,
+    direct_calls,
     without_options,
     scatters,
     objects_and_groups,

@@ -233,7 +233,7 @@ def _count_joint_batches(tensors: Sequence[Tensor], samples: int) -> int:
     numpy, may change without a new version.
     """
     if not all(
-        is_rowwise(each, len(tensors[0]))
+        _is_rowwise(each, len(tensors[0]))
         and not each.requires_grad
         and not each.is_inference()
         and each.untyped_storage().resizable()
@@ -555,7 +555,7 @@ def choose_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype.to_complex() if tensor.is_complex() else dtype
 
 
-def is_rowwise(leaf: Any, samples: int) -> bool:
+def _is_rowwise(leaf: Any, samples: int) -> bool:
     """Return whether a leaf is a plain tensor with a row for each sample."""
     return (
         type(leaf) is Tensor
@@ -585,7 +585,7 @@ def slice_batch(value: Any, rows: slice | list[int], samples: int) -> Any:
     # the batch of most steps is a pair of plain tensors
     if type(value) is tuple and len(value) == 2 and value[0] is not value[1]:
         inputs, target = value
-        if is_rowwise(inputs, samples) and is_rowwise(target, samples):
+        if _is_rowwise(inputs, samples) and _is_rowwise(target, samples):
             return inputs[rows], target[rows]
     sliced: dict[int, Tensor] = {}
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import optimizer as of_torch
+from torch.optim import optimizer as torch_optimizer
 
 from paragrad.engine.layout import Layout, OptimizerState
 from paragrad.engine.optimizer.modes import (
@@ -583,31 +583,61 @@ class Exchange(ABC):
 STEP_WRAPPER_CODE = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
 
 
+def find_step_hook(optimizer: torch.optim.Optimizer) -> str | None:
+    """Find what runs in a step besides the step method of the class.
+
+    The step counter of a learning rate scheduler does not count. An object may never have been
+    initialized as an Optimizer (a wrapper with the groups of another one). Its step is unknown, so
+    it counts as hooked.
+
+    Args:
+        optimizer: The optimizer.
+
+    Returns:
+        A description for a message, or None.
+    """
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        return "a step of its own around another optimizer's"
+    for hooks in (
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        torch_optimizer._global_optimizer_pre_hooks,
+        torch_optimizer._global_optimizer_post_hooks,
+    ):
+        for hook in hooks.values():
+            return f"the hook {getattr(hook, '__name__', type(hook).__name__)}"
+    step = vars(optimizer).get("step")
+    is_counter = (
+        getattr(step, "_wrapped_by_lr_sched", False)
+        and getattr(step, "__wrapped__", None) is type(optimizer).step
+    )
+    return "a step that was put on the object" if step is not None and not is_counter else None
+
+
 def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Do what `optimizer.step()` does.
+    """Make an update, as `optimizer.step()` does.
 
     torch wraps the step of every optimizer class. The wrapper calls hooks, and notes the step for
-    a profiler (`Optimizer.profile_hook_step`). The note takes 20 us if no profiler runs: almost as
+    profilers (`Optimizer.profile_hook_step`). The note takes 20 us if no profiler runs: almost as
     long as the update of a small model. Without hooks and profiler, the step inside is called.
+
+    An observer of execution traces, and a profiler that another thread started, do not see it.
 
     Args:
         optimizer: The optimizer.
     """
     step = type(optimizer).step
     if (
-        getattr(step, "__code__", None) is STEP_WRAPPER_CODE
-        and "step" not in vars(optimizer)
-        and not (
-            optimizer._optimizer_step_pre_hooks
-            or optimizer._optimizer_step_post_hooks
-            or of_torch._global_optimizer_pre_hooks
-            or of_torch._global_optimizer_post_hooks
-            or torch.autograd._profiler_enabled()
-        )
+        getattr(step, "__code__", None) is not STEP_WRAPPER_CODE
+        or torch.autograd._profiler_enabled()
+        or find_step_hook(optimizer) is not None
     ):
-        step.__wrapped__(optimizer)
-    else:
         optimizer.step()
+        return
+    if "step" in vars(optimizer):
+        # the counter of a scheduler, which does this
+        optimizer._opt_called = True
+    step.__wrapped__(optimizer)
 
 
 class UnchangedParameters:

@@ -28,9 +28,6 @@ UNUSED_TAG = 1 << 20  # no message has this tag
 # The same, in seconds, for connected ranks that form one more group: gloo does not notice when
 # a rank dies meanwhile.
 CONNECT_SECONDS = 4.0
-# the options of a collective for which its caller waits
-_AWAITED = dist.AllreduceOptions()
-_AWAITED.asyncOp = False
 
 
 @dataclass(frozen=True)
@@ -132,8 +129,8 @@ class World:
     def _reduce_in_place(self, tensor: Tensor, operation: str = "SUM") -> None:
         """Reduce a tensor over all ranks into itself.
 
-        The functions of torch.distributed ask many questions before they call the group. This takes
-        longer than a short collective.
+        The group is called directly. The checks in the functions of torch.distributed take longer
+        than a short collective.
         """
         if self.group is None or tensor.is_complex():
             dist.all_reduce(tensor, op=getattr(dist.ReduceOp, operation), group=self.group)
@@ -172,7 +169,9 @@ class World:
         Returns:
             The numbers of each rank, in rank order.
         """
-        if self.backend == "shm" and self.group is not None:
+        if not numbers:
+            return [[] for _ in range(self.size)]
+        if self.backend == "shm" and self.size > 1:
             return self.group.gather_numbers(numbers)  # type: ignore[no-any-return]
         count = len(numbers)
         zeros = array("d", [0.0]) * count
@@ -230,8 +229,10 @@ class World:
             output: A flat tensor that takes the result; its length is the sum of all lengths.
             tensor: This rank's flat tensor.
         """
-        if self.backend == "shm" and self.group is not None:
-            self.group.all_gather_single(output, tensor, _AWAITED).wait()
+        if self.size == 1:
+            output.copy_(tensor)
+        elif self.backend == "shm" and self.group is not None:
+            self.group.all_gather_single(output, tensor).wait()
         else:
             dist.all_gather_single(output, tensor, group=self.group)
 
@@ -243,7 +244,9 @@ class World:
             tensor: This rank's contribution.
             operation: The reduction, of torch.distributed.ReduceOp.
         """
-        if self.backend == "shm" and self.group is not None:
+        if self.size == 1:
+            output.copy_(tensor)
+        elif self.backend == "shm" and self.group is not None:
             options = dist.ReduceScatterOptions()
             options.reduceOp = operation
             options.asyncOp = False

@@ -514,21 +514,20 @@ def all_gather_flat(areas: GroupAreas, outputs: Sequence[Tensor], flat: Tensor) 
             areas.read_rank(rank, output, start, stop)
 
 
-def all_gather_numbers(areas: GroupAreas, numbers: Sequence[float]) -> list[list[float]]:
+def all_gather_numbers(areas: GroupAreas, numbers: array[float]) -> list[list[float]]:
     """Copy each rank's numbers to all ranks.
 
     Args:
         areas: The areas of the group.
-        numbers: This rank's numbers, equally many on all ranks.
+        numbers: This rank's numbers, in double precision; equally many on all ranks.
 
     Returns:
         The numbers of each rank, in rank order.
     """
     rows: list[list[float]] = [[] for _ in range(areas.size)]
-    own = array("d", numbers)
-    for start, stop in split_range(len(own), areas.area_bytes // own.itemsize):
+    for start, stop in split_range(len(numbers), areas.area_bytes // numbers.itemsize):
         views = areas.number_views[areas.turn]
-        views[areas.rank][: stop - start] = own[start:stop]
+        views[areas.rank][: stop - start] = numbers[start:stop]
         areas.barrier()
         for row, view in zip(rows, views, strict=True):
             row += view[: stop - start].tolist()

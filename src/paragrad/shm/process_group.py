@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import time
 import weakref
+from array import array
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -254,11 +255,12 @@ class SharedMemoryGroup(dist.ProcessGroup):
             The numbers of each rank, in rank order, in double precision.
         """
         rows: list[list[float]] = []
+        own = array("d", numbers)
 
         def run(areas: GroupAreas, outs: FlatTensors, ins: FlatTensors) -> None:
-            rows.extend(collectives.all_gather_numbers(areas, numbers))
+            rows.extend(collectives.all_gather_numbers(areas, own))
 
-        title = f"gather {len(numbers)} numbers of each rank"
+        title = f"gather {len(own)} numbers of each rank"
         self._queue_collective(title, run, (), (), _AWAITED).wait()
         return rows
 
@@ -441,9 +443,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """Queue a collective, or run it here.
 
         It runs here if its caller waits for it at once and no operation is before it, or if its
-        caller is a callback of another collective's future.
+        caller is a callback of another collective's future. A caller that gives no options waits.
         """
-        opts = opts or dist.AllreduceOptions()
+        opts = opts or _AWAITED
         for each in (*outputs, *inputs):
             check_dense_cpu_tensor(each)
         queue = self.collective_queue

@@ -21,7 +21,6 @@ from paragrad.datasets.loader_processes import load_batches
 from paragrad.datasets.loading import (
     Samples,
     convert_batch,
-    is_rowwise,
     list_batch_tensors,
     slice_batch,
 )
@@ -130,11 +129,6 @@ class Batch:
             yield self.micro_batches[0], inputs, target
             return
         samples = len(self.places)
-        # the batch of most steps is a pair of plain tensors
-        if is_rowwise(inputs, samples) and is_rowwise(target, samples) and inputs is not target:
-            for micro, part in self.iterate_slices():
-                yield micro, inputs[part], target[part]
-            return
         for micro, part in self.iterate_slices():
             yield micro, *slice_batch((inputs, target), part, samples)
 

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from paragrad.engine import layout
+from paragrad.engine.exchange import find_step_hook
 from paragrad.engine.layout import Layout, ShardSpec
 from paragrad.engine.model_shard import ModelShard, PassContext
-from paragrad.engine.optimizer.update_probe import agree_on_granularity, find_step_hook
+from paragrad.engine.optimizer.update_probe import agree_on_granularity
 from paragrad.engine.rng.draws import Draws
 from paragrad.engine.state import shared_initialization
 from paragrad.engine.state.values import is_same_value

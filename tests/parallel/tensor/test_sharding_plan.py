@@ -56,25 +56,78 @@ def test_linear_pairs_are_split_by_columns_and_rows() -> None:
     assert list_transfers(plan) == ["2: summed", "4: copied", "6: summed"]
 
 
-@pytest.mark.parametrize(("classes", "is_whole"), [(3, True), (40, False)])
-def test_a_small_last_layer_stays_whole(classes: int, is_whole: bool) -> None:
-    """Divided, its input would be summed in the backward, and its loss needs three exchanges."""
-    model = nn.Sequential(
-        nn.Linear(16, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, classes)
+def make_deep_classifier(classes: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(16, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, classes)
     )
-    plan = plan_sharding(model, draw_numbers(2, 16, seed=1), 2)
-    assert describe_divisions(plan)["4.weight"] == (
-        "whole(3, 256) (a small last layer)" if is_whole else "outputs 20 + 20"
-    )
-    assert list_transfers(plan) == ["2: summed", *([] if is_whole else ["4: copied"])]
 
 
-def test_a_small_last_layer_is_divided_where_that_sends_less() -> None:
-    """Its input is divided: whole, it would have to be gathered."""
-    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 1))
-    plan = plan_sharding(model, draw_numbers(2, 64, seed=1), 2)
-    assert describe_divisions(plan)["2.weight"] == "inputs 128 + 128"
+class Scaled(nn.Module):
+    """Multiplies each class by a large table, which is divided like the classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = make_deep_classifier(8)
+        self.table = nn.Parameter(torch.ones(8, 8000))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x).unsqueeze(-1) * self.table  # type: ignore[no-any-return]
+
+
+class Recurrent(nn.Module):
+    """An LSTM, which is whole on every rank, and a small last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.LSTM(6, 32, batch_first=True)
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x)[0][:, -1])  # type: ignore[no-any-return]
+
+
+class TiedVocabulary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 256)
+        self.body = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self.embedding(x)) @ self.embedding.weight.t()  # type: ignore[no-any-return]
+
+
+def test_a_small_last_layer_stays_whole() -> None:
+    """If it is divided, the ranks sum the gradient of its input, and exchange for the loss."""
+    plan = plan_sharding(make_deep_classifier(3), draw_numbers(2, 16, seed=1), 2)
+    assert describe_divisions(plan)["4.weight"] == "whole(3, 512) (a small last layer)"
     assert list_transfers(plan) == ["2: summed"]
+
+
+@pytest.mark.parametrize(
+    ("model", "example", "name", "how"),
+    [
+        (make_deep_classifier(65), (2, 16), "4.weight", "outputs 33 + 32"),
+        (
+            nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(6, 4)),
+            (2, 6),
+            "2.weight",
+            "outputs 2 + 2",
+        ),
+        (Scaled(), (2, 16), "table", "inputs 4 + 4"),
+        (Recurrent(), (2, 3, 6), "head.weight", "outputs 2 + 2"),
+    ],
+    ids=["many outputs", "a large share", "what is divided like it", "nothing else divided"],
+)
+def test_other_last_layers_are_divided(
+    model: nn.Module, example: tuple[int, ...], name: str, how: str
+) -> None:
+    plan = plan_sharding(model, draw_numbers(*example, seed=1), 2)
+    assert describe_divisions(plan)[name] == how
+
+
+def test_a_small_tied_vocabulary_is_divided() -> None:
+    plan = plan_sharding(TiedVocabulary(), draw_integers(16, 2, 5, seed=1), 2)
+    assert describe_divisions(plan)["embedding.weight"] == "vocabulary 8 + 8"
 
 
 def test_every_layer_is_split_by_outputs_without_pairs() -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import optimizer as of_torch
 
+from paragrad.engine.exchange import find_step_hook
 from paragrad.engine.optimizer.modes import has_modes
 from paragrad.engine.optimizer.update_trial import (
     GRADIENT_SEQUENCES,
@@ -450,37 +450,6 @@ def _measure_remaining_share(stayed: Tensor, moved: Tensor, move: Tensor) -> flo
         if move.numel()
         else 1.0
     )
-
-
-def find_step_hook(optimizer: torch.optim.Optimizer) -> str | None:
-    """Find what runs in a step besides the step method of the class.
-
-    The step counter of a learning rate scheduler does not count. An object may never have been
-    initialized as an Optimizer (a wrapper with the groups of another one). Its step is unknown, so
-    it counts as hooked.
-
-    Args:
-        optimizer: The optimizer.
-
-    Returns:
-        A description for a message, or None.
-    """
-    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
-        return "a step of its own around another optimizer's"
-    for hooks in (
-        optimizer._optimizer_step_pre_hooks,
-        optimizer._optimizer_step_post_hooks,
-        of_torch._global_optimizer_pre_hooks,
-        of_torch._global_optimizer_post_hooks,
-    ):
-        for hook in hooks.values():
-            return f"the hook {getattr(hook, '__name__', type(hook).__name__)}"
-    step = vars(optimizer).get("step")
-    is_counter = (
-        getattr(step, "_wrapped_by_lr_sched", False)
-        and getattr(step, "__wrapped__", None) is type(optimizer).step
-    )
-    return "a step that was put on the object" if step is not None and not is_counter else None
 
 
 def compute_clip_factor(norm: float, max_norm: float | None) -> float:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from paragrad.engine.exchange import step_optimizer
-from paragrad.engine.optimizer.update_probe import ELEMENTWISE_OPTIMIZERS, find_step_hook
+from paragrad.engine.exchange import find_step_hook, step_optimizer
+from paragrad.engine.optimizer.update_probe import ELEMENTWISE_OPTIMIZERS
 from paragrad.strategies.strategy import PER_ELEMENT, PER_TENSOR
 
 # classes of torch that are made to update by operations on lists of tensors

@@ -23,7 +23,6 @@ from paragrad.engine.passes import (
     LossSums,
     Passes,
     PassesHost,
-    enter_contexts,
     refuse_changed_in_backward,
 )
 from paragrad.engine.rng.draws import CallNumbers, KeyedDraws, key_test_draws
@@ -387,16 +386,14 @@ class PipelineStep:
         program_run = self.program_run
         training, host = self.training, self.host
         has_one_source = training and not host.draws.other_generators
+        # hooks are entered once for all micro-batches: after each change of nn.Module, Python looks
+        # up methods again
+        is_observed = any(plan.sequential_stages is None for plan in self.plans)
         with (
             host.batch_norm if training else NO_CONTEXT,
             host.key_draws(self.micro_batches[0][0]) if has_one_source else NO_CONTEXT as source,
-            # entered once for all micro-batches: after each change of nn.Module, Python looks up
-            # methods again
-            enter_contexts(
-                [hook_module_calls(None), self.stage_forward.fix_model_tensors()]
-                if any(plan.sequential_stages is None for plan in self.plans)
-                else []
-            ),
+            hook_module_calls(None) if is_observed else NO_CONTEXT,
+            self.stage_forward.fix_model_tensors() if is_observed else NO_CONTEXT,
         ):
             self.keyed_draws = source if isinstance(source, KeyedDraws) else None
             program_run.play_program()

@@ -15,14 +15,14 @@ An operation may be impossible with the pieces as they are: a head would be spli
 query-key-value layer is one block. Then it requests other blocks, and the model runs again, until
 there are no more requests.
 
-A last layer that is divided by its outputs saves little if it is small. Its input then needs a sum
-in the backward, and the loss several exchanges. Such a layer stays whole if the plan without it
-transfers fewer bytes.
+A small last layer stays whole if less is transferred then. If it is divided by its outputs, the
+ranks sum the gradient of its input, and they exchange numbers for the loss.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from paragrad.datasets.loading import clone_batch
 from paragrad.engine.state.preserve_state import preserve_all_state
+from paragrad.errors import StepFailed
 from paragrad.jobs.loss import LossModule, call_model
 from paragrad.parallel.sharding.autograd_collectives import AxisGroup, FakeGroup, SplitOptions
 from paragrad.parallel.sharding.partition import (
@@ -67,8 +68,11 @@ from paragrad.parallel.tracing.cut_points import PLACEHOLDER_LOSS
 from paragrad.parallel.tracing.tracer import find_tensors, track_modules
 
 ROUNDS = 12  # runs of the model at most
-# a last layer with so large a share of the elements of one rank may stay whole
-SMALL_SHARE = 1 / 32
+# A last layer stays whole only if it has at most so many outputs: with more, the products that
+# every rank then computes take longer than the transfers.
+MOST_WHOLE_OUTPUTS = 64
+# the share by which the divided elements of a rank may grow for it
+MOST_GROWTH = 1 / 32
 # transfers of a forward; all others belong to the backward
 FORWARD_TRANSFERS = {"summed", "gathered", "fetched", "statistics"}
 
@@ -110,7 +114,8 @@ class ShardingPlan:
 
         transfers: What travels, in the order of a forward.
 
-        whole_reasons: For tensors that are not divided, the operation that uses them whole.
+        whole_reasons: For tensors that are not divided, the operation that uses them whole, or
+            another reason.
     """
 
     ranks: int
@@ -430,8 +435,8 @@ def plan_sharding(
 ) -> ShardingPlan:
     """Plan how a model is split.
 
-    There are two ways to continue where plain and sharded values meet, and a small last layer may
-    stay whole. The plan takes the way with the fewest transferred bytes.
+    There are two ways to continue where plain and sharded values meet; the plan takes the one with
+    fewer transferred bytes. A small last layer may then stay whole.
 
     Args:
         model: The model.
@@ -458,11 +463,12 @@ def plan_sharding(
     ]
     plans = [_plan_with_options(model, example, ranks, way, input_sharding) for way in ways]
     best = min(plans, key=lambda each: each.plan.total_bytes)
-    if pairs and not input_sharding and (small := _list_small_sources(best)):
-        without = _plan_with_options(
-            model, example, ranks, best.plan.options, input_sharding, whole=small
-        )
-        best = min(best, without, key=lambda each: each.plan.total_bytes)
+    if pairs and not input_sharding and (head := _list_head_tensors(best)):
+        with suppress(StepFailed):
+            without = _plan_with_options(
+                model, example, ranks, best.plan.options, input_sharding, whole=head
+            )
+            best = without if _is_better_whole(best.plan, without.plan) else best
     if tested:
         best.make_planner().run_forward(example, tested)
     return best.plan
@@ -494,13 +500,33 @@ def _list_sources(output: Any) -> set[str]:
     }
 
 
-def _list_small_sources(run: PlannedRun) -> set[str]:
-    """List the divided parameters of a last layer that has a small share of the model."""
-    shapes = run.plan.shapes
-    last = run.output_sources & run.plan.sharded_tensors.keys()
-    elements = sum(prod(shapes[name]) for name in last)
-    rank_elements = sum(map(prod, shapes.values())) / run.plan.ranks
-    return last if elements <= SMALL_SHARE * rank_elements else set()
+def _list_head_tensors(run: PlannedRun) -> set[str]:
+    """List the parameters that divide the output of a model, if it has few outputs.
+
+    A vocabulary is no such layer.
+    """
+    plan = run.plan
+    head = run.output_sources & plan.sharded_tensors.keys()
+    sizes = [plan.shapes[name][plan.sharded_tensors[name][0]] for name in head]
+    is_small = all(size <= MOST_WHOLE_OUTPUTS for size in sizes)
+    has_vocabulary = any(plan.roles.get(name) == "vocabulary" for name in head)
+    return head if is_small and not has_vocabulary else set()
+
+
+def _is_better_whole(plan: ShardingPlan, whole: ShardingPlan) -> bool:
+    """Return whether to take the plan in which the last layer is whole.
+
+    It must divide something else, transfer less, and leave little more on a rank.
+    """
+    growth = sum(
+        whole.count_elements(name, 0) - plan.count_elements(name, 0) for name in plan.shapes
+    )
+    divided = sum(plan.count_elements(name, 0) for name in plan.sharded_tensors)
+    return (
+        bool(whole.sharded_tensors)
+        and whole.total_bytes < plan.total_bytes
+        and growth <= MOST_GROWTH * divided
+    )
 
 
 def _plan_with_options(
