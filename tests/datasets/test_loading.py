@@ -11,7 +11,7 @@ import os
 import random
 import re
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from paragrad.datasets.loading import (
     slice_batch,
 )
 from paragrad.datasets.sample_order import SampleOrder
+from paragrad.errors import StepFailed
 from paragrad.jobs.job import CPU
 from paragrad.jobs.loss import call_model
 from paragrad.launch import Launcher
@@ -260,6 +261,94 @@ def test_batches_show_other_tensors_of_the_dataset() -> None:
     assert not next(batches)[1].any()
     dataset.tensors = (dataset.tensors[0], torch.ones(64, dtype=torch.int64))
     assert next(batches)[1].all()
+
+
+def change_by_data(inputs: Tensor) -> None:
+    inputs.data.add_(1)
+
+
+def change_by_numpy(inputs: Tensor) -> None:
+    inputs.numpy()[:] += 1
+
+
+def change_by_storage(inputs: Tensor) -> None:
+    inputs.untyped_storage().copy_(torch.full((64, 4), 7.0).untyped_storage())
+
+
+def change_by_fused_optimizer(inputs: Tensor) -> None:
+    weight = nn.Parameter(inputs)
+    weight.grad = torch.ones_like(inputs)
+    torch.optim.Adam([weight], fused=True).step()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [change_by_data, change_by_numpy, change_by_storage, change_by_fused_optimizer],
+    ids=lambda each: each.__name__,
+)
+def test_changes_that_torch_does_not_count_are_refused(change: Callable[[Tensor], None]) -> None:
+    """They were seen up to 15 batches later, without a message."""
+    inputs = torch.randn(64, 4)
+    batches = load_rows((inputs, torch.arange(64)))
+    next(batches)
+    change(inputs)
+    with pytest.raises(StepFailed, match=r"changed in the middle of an epoch.* last 4 batches"):
+        list(batches)
+    # in the next epoch, the batches are new
+    first, *_ = load_rows((inputs, torch.arange(64)))
+    assert torch.equal(first[0], inputs[first[1]])
+
+
+@pytest.mark.parametrize("kind", ["inference", "gradient", "numpy", "shorter"])
+def test_tensors_of_another_kind_are_selected_one_by_one(kind: str) -> None:
+    """The dataset gets tensors that cannot be selected together, in the middle of an epoch."""
+    dataset = TensorDataset(torch.randn(64, 4))
+    keys = [(0, list(range(start, start + 8))) for start in range(0, 64, 8)]
+    batches = load_batches(Samples(dataset), keys)
+    next(batches)
+    changed = torch.randn(64, 4)
+    if kind == "inference":
+        with torch.inference_mode():
+            changed = changed * 2
+    elif kind == "gradient":
+        changed.requires_grad_()
+    elif kind == "numpy":
+        changed = torch.from_numpy(changed.numpy().copy())
+    dataset.tensors = (changed[:16],) if kind == "shorter" else (changed,)
+    second = next(batches)[0]
+    assert torch.equal(second, changed[8:16])
+    assert second.requires_grad == (kind == "gradient")
+    dataset.tensors = (changed,)
+    if kind == "numpy":
+        changed.numpy()[:] += 1
+    for start, (found,) in zip(range(16, 64, 8), batches, strict=True):
+        assert torch.equal(found, changed[start : start + 8])
+
+
+def test_shared_memory_is_selected_one_by_one() -> None:
+    """Another process may change it, which torch does not count here."""
+    inputs = torch.randn(64, 4).share_memory_()
+    batches = load_rows((inputs, torch.arange(64)))
+    next(batches)
+    inputs.numpy()[:] = 3.0
+    assert all((found == 3).all() for found, _ in batches)
+
+
+def test_a_batch_that_is_enlarged_in_place_changes_no_later_one() -> None:
+    inputs = torch.randn(64, 4)
+    for found, targets in load_rows((inputs, torch.arange(64))):
+        assert torch.equal(found, inputs[targets])
+        found.resize_(17, 4)
+        found[16] = 9.0
+
+
+def test_a_batch_that_is_taken_in_inference_mode() -> None:
+    batches = load_rows((torch.randn(64, 4), torch.arange(64)))
+    with torch.inference_mode():
+        next(batches)
+    weight = torch.ones(4, requires_grad=True)
+    for inputs, _ in batches:
+        (inputs * weight).sum().backward()
 
 
 def test_batches_of_inference_tensors() -> None:

@@ -92,6 +92,42 @@ def test_a_step_that_only_looks_like_torchs_is_called() -> None:
     assert optimizer.steps == 1
 
 
+class Observed(torch.optim.SGD):
+    """Overrides what torch's wrapper calls after each step."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.observed: list[str] = []
+
+    def _optimizer_step_code(self) -> None:
+        self.observed.append("code")
+
+
+class Registering(torch.optim.SGD):
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.seen: list[tuple[object, object]] = []
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        if not self._optimizer_step_post_hooks:
+            self.register_step_post_hook(lambda _, *given: self.seen.append(given))
+        return super().step(closure)
+
+
+def test_what_a_class_adds_to_the_wrapper_is_called() -> None:
+    optimizer = Observed([make_parameter()])
+    step_optimizer(optimizer)
+    assert optimizer.observed == ["code"]
+
+
+def test_a_hook_that_the_step_itself_registers_is_called() -> None:
+    """torch's wrapper reads the hooks after the step."""
+    plain, short = Registering([make_parameter()]), Registering([make_parameter()])
+    plain.step()
+    step_optimizer(short)
+    assert len(short.seen) == len(plain.seen) > 0
+
+
 def test_a_step_put_on_the_object_is_called() -> None:
     optimizer = torch.optim.SGD([make_parameter()], lr=0.1)
     optimizer.step = mock.Mock()  # type: ignore[method-assign]

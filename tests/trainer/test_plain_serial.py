@@ -6,6 +6,7 @@ optimizers in backward saw gradients that were too large by the number of sample
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -332,3 +333,31 @@ def test_hooks_that_clip_end_the_run_by_name(name: str, strategy: str, tmp_path:
     job = make_job("hooked", lambda: HOOKED[name](0), VECTORS)
     with pytest.raises(pg.RankFailed, match="the gradient is off"):
         pg.train(job, strategy, runs=tmp_path)
+
+
+class HalvedBackward(torch.overrides.TorchFunctionMode):
+    """Begins each `Tensor.backward` with a half."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
+        if function is Tensor.backward:
+            return function(arguments[0], torch.full_like(arguments[0], 0.5))
+        return function(*arguments, **(keywords or {}))
+
+
+def test_mode_that_replaces_backward_is_used() -> None:
+    """A mode of torch functions sees `Tensor.backward` in a plain loop, and here too."""
+    weights = []
+    for is_halved in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(10, 4)
+        before = model.weight.detach().clone()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss = nn.functional.cross_entropy
+        with pg.parallelize(model, loss, optimizer, "serial(threads=1)") as trainer:
+            inputs, targets = next(trainer.batches(VECTORS, batch=12, epoch=0))
+            with HalvedBackward() if is_halved else contextlib.nullcontext():
+                trainer.step(inputs, targets)
+        weights.append(model.weight.detach() - before)
+    assert torch.allclose(weights[1], weights[0] / 2, rtol=1e-4, atol=1e-6)

@@ -42,6 +42,8 @@ PROBE_SAMPLES = 5  # samples that test a collate
 # small batches of a TensorDataset are selected together, up to so many and up to so many bytes
 JOINT_BATCHES = 16
 JOINT_BYTES = 2**18
+# fewer are selected one by one, since joint batches are selected once more at the end
+FEWEST_JOINT_BATCHES = 4
 # torch's memory begins at a multiple of so many bytes, and results can depend on that
 ALIGNMENT = 64
 SHARE_HINT = (
@@ -127,13 +129,15 @@ class Samples:
     def load_in_turn(self, keys: Iterable[SampleKey]) -> Iterator[Any]:
         """Yield the batch of each key.
 
-        Small batches of a TensorDataset are selected together (`JOINT_BATCHES`, `JOINT_BYTES`), and
-        lie in one memory. A change that torch makes in the tensors of the dataset is seen in the
-        next batch. One through `.data[...]`, through DLPack, or through an array of numpy that was
-        made meanwhile, is seen in the batch after those.
+        Small batches of a TensorDataset are selected together (`JOINT_BATCHES`, `JOINT_BYTES`). A
+        change of the dataset that torch counts is seen in the next batch. These batches have one
+        storage: what a loop does to the storage itself concerns them all.
 
         Args:
             keys: The keys.
+
+        Raises:
+            StepFailed: The dataset has changed within an epoch in another way.
         """
         keys = iter(keys)
         if not self.is_tensor_dataset:
@@ -148,20 +152,23 @@ class Samples:
             first = next(keys, None) if held is None else held
 
     def _load_group(self, group: list[SampleKey]) -> Iterator[Any]:
-        """Yield the batches of keys that are selected together."""
+        """Yield the batches of keys that may be selected together."""
         indices = [_select_indices(*key[1:]) for key in group]
-        tensors: tuple[Tensor, ...] = ()
-        versions: list[Any] = []
-        batches: list[Any] = []
-        for number in range(len(group)):
-            found = [(id(each), each.data_ptr(), each._version) for each in self.dataset.tensors]
-            if found != versions:  # at first, and if the loop has changed the dataset
-                tensors = tuple(self.dataset.tensors)  # kept, so that no other gets their ids
-                batches = [None] * number + _select_batches(tensors, indices[number:])
-                versions = found
-            batch, batches[number] = batches[number], None
-            yield batch
-            del batch  # a loop may have given it a graph
+        number = 0
+        while number < len(group):
+            joint = _select_batches(tuple(self.dataset.tensors), indices[number:])
+            if joint is None:
+                yield self[group[number]]
+                number += 1
+                continue
+            while True:
+                number += 1
+                if number == len(group):
+                    joint.refuse_uncounted_change()
+                yield joint.batches.pop()
+                # the loop may have changed the dataset
+                if number == len(group) or joint.state != _read_state(self.dataset.tensors):
+                    break
 
     def _collate_samples(self, epoch: int, indices: Any, batch: int) -> Any:
         dataset = self.dataset
@@ -230,12 +237,12 @@ def _count_joint_batches(tensors: Sequence[Tensor], samples: int) -> int:
 
     The batches then lie in one memory. Each begins where memory of its own could begin, since the
     results of a multiplication can depend on that. Tensors in memory of others, such as an array of
-    numpy, may change without a new version.
+    numpy or another process, may change without a new version.
     """
     if not all(
         _is_rowwise(each, len(tensors[0]))
         and not each.requires_grad
-        and not each.is_inference()
+        and not (each.is_inference() or each.is_shared() or each.is_conj() or each.is_neg())
         and each.untyped_storage().resizable()
         for each in tensors
     ):
@@ -243,42 +250,103 @@ def _count_joint_batches(tensors: Sequence[Tensor], samples: int) -> int:
     sizes = [samples * each[:1].nbytes for each in tensors]
     if not all(size and size % ALIGNMENT == 0 for size in sizes):
         return 1
-    return min(max(JOINT_BYTES // sum(sizes), 1), JOINT_BATCHES)
+    count = min(JOINT_BYTES // sum(sizes), JOINT_BATCHES)
+    return count if count >= FEWEST_JOINT_BATCHES else 1
 
 
 def _take_group(
     first: SampleKey, keys: Iterator[SampleKey], count: int
 ) -> tuple[list[SampleKey], SampleKey | None]:
-    """Take up to `count` keys of one epoch. Only the last one may have another number of samples.
+    """Take up to `count` keys of one epoch, with equally many samples.
 
     Returns:
         (the keys, a key that was read and belongs to the next group).
     """
     group = [first]
     while len(group) < count and (key := next(keys, None)) is not None:
-        if key[0] != first[0]:
+        if key[0] != first[0] or len(key[-1]) != len(first[-1]):
             return group, key
         group.append(key)
-        if len(key[-1]) != len(first[-1]):
-            break
     return group, None
 
 
-def _select_batches(
-    tensors: Sequence[Tensor], group: Sequence[Indices]
-) -> list[tuple[Tensor, ...]]:
-    """Select several batches from the tensors of a dataset.
+class JointBatches:
+    """Batches of a TensorDataset that are selected together. To autograd, each is its own tensor.
 
-    To autograd, each is a tensor of its own and no view of a common one.
+    They lie backwards in one memory: what enlarges a batch in place overwrites only batches that
+    were used before.
+
+    Attributes:
+        tensors: The tensors of the dataset. They are kept, so that no other tensors get their ids.
+
+        state: The state of these tensors (`_read_state`).
+
+        places: The indices of all samples.
+
+        copies: The rows, of which the loop sees none.
+
+        batches: The batches; the last one is the next.
     """
-    places = _convert_indices(numpy.concatenate(group))
-    counts = [len(each) for each in group]
-    return list(
-        zip(
-            *[each.index_select(0, places).unsafe_split_with_sizes(counts) for each in tensors],
-            strict=True,
+
+    def __init__(self, tensors: tuple[Tensor, ...], indices: Sequence[Indices]) -> None:
+        """Select the batches.
+
+        Args:
+            tensors: The tensors of the dataset.
+            indices: The indices of each batch, equally many.
+        """
+        self.tensors = tensors
+        self.state = _read_state(tensors)
+        self.places = _convert_indices(numpy.concatenate(indices[::-1]))
+        with torch.inference_mode(False):
+            rows = [each.index_select(0, self.places) for each in tensors]
+            self.copies = [each.clone() for each in rows]
+            sizes = [len(each) for each in indices]
+            self.batches = list(
+                zip(*[each.unsafe_split_with_sizes(sizes) for each in rows], strict=True)
+            )
+
+    def refuse_uncounted_change(self) -> None:
+        """Refuse a change of the dataset that torch has not counted.
+
+        Raises:
+            StepFailed: Rows of the dataset are no more what was selected.
+        """
+        for tensor, copy in zip(self.tensors, self.copies, strict=True):
+            rows = tensor.detach().index_select(0, self.places)
+            if not numpy.array_equal(
+                *[each.view(-1).view(torch.uint8).numpy() for each in (rows, copy)]
+            ):
+                raise StepFailed(
+                    "the tensors of the dataset changed in the middle of an epoch, in a way that "
+                    "torch does not count (an array of numpy, .data, a fused optimizer), and the "
+                    f"last {len(self.places) // len(self.batches[0][0])} batches may be older; "
+                    "change them by operations of torch, or read samples in a dataset with a "
+                    "__getitem__ of its own"
+                )
+
+
+def _read_state(tensors: Sequence[Tensor]) -> list[tuple[int, int, int, bool]]:
+    """Return what shows that tensors were replaced, or changed in a way that torch counts."""
+    return [
+        (
+            id(each),
+            each.data_ptr(),
+            -1 if each.is_inference() else each._version,
+            each.requires_grad,
         )
-    )
+        for each in tensors
+    ]
+
+
+def _select_batches(tensors: tuple[Tensor, ...], indices: Sequence[Indices]) -> JointBatches | None:
+    """Select several batches together; None if they must be selected one by one."""
+    if len(indices) == 1 or _count_joint_batches(tensors, len(indices[0])) == 1:
+        return None
+    try:
+        return JointBatches(tensors, indices)
+    except IndexError:  # the dataset is shorter now, and may be longer when a batch is due
+        return None
 
 
 def _select_indices(indices: Indices, places: Sequence[int] | None = None) -> Indices:

@@ -630,6 +630,7 @@ def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
     if (
         getattr(step, "__code__", None) is not STEP_WRAPPER_CODE
         or torch.autograd._profiler_enabled()
+        or type(optimizer)._optimizer_step_code is not torch.optim.Optimizer._optimizer_step_code
         or find_step_hook(optimizer) is not None
     ):
         optimizer.step()
@@ -638,6 +639,9 @@ def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
         # the counter of a scheduler, which does this
         optimizer._opt_called = True
     step.__wrapped__(optimizer)
+    if optimizer._optimizer_step_post_hooks:  # the step itself has registered them
+        for hook in list(optimizer._optimizer_step_post_hooks.values()):
+            hook(optimizer, (optimizer,), {})
 
 
 class UnchangedParameters:

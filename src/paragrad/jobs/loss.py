@@ -229,11 +229,13 @@ def backpropagate_share(value: Tensor, factor: float) -> None:
         value: The value.
         factor: The factor (`LossModule.share_factor`).
     """
-    if factor == 1.0 and type(value) is not Tensor:
+    # a subclass or a mode may replace Tensor.backward
+    is_plain = type(value) is Tensor and not torch._C._is_torch_function_mode_enabled()
+    if factor == 1.0 and not is_plain:
         value.backward()
         return
     gradient = torch.full((), factor, dtype=value.dtype, device=value.device)
-    if type(value) is Tensor:
+    if is_plain:
         run_backward((value,), (gradient,))
     else:
         value.backward(gradient)
