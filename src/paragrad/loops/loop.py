@@ -71,11 +71,20 @@ class BatchLoop(Loop[Segment]):
         trainer: The trainer of this rank.
 
         training: The setup, the state and the step of the trainer.
+
+        reads_rate: Whether `end_step` uses the learning rate.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, reads_rate: bool = True) -> None:
+        """Take the trainer.
+
+        Args:
+            trainer: The trainer of this rank.
+            reads_rate: As the attribute.
+        """
         self.trainer = trainer
         self.training = trainer.training
+        self.reads_rate = reads_rate
 
     def read_clock(self) -> float:
         """Return the seconds since the start of the run, as the record counts them."""
@@ -99,7 +108,7 @@ class BatchLoop(Loop[Segment]):
         for batch in batches:
             if self.needs_check:
                 self.training.state.request_check()
-            rate = get_learning_rate(self.training.state.optimizer)
+            rate = get_learning_rate(self.training.state.optimizer) if self.reads_rate else 0.0
             result = self.training.make_step(*separate_target(batch))
             if not self.end_step(segment, result, rate):
                 return False
@@ -112,7 +121,7 @@ class BatchLoop(Loop[Segment]):
         Args:
             segment: The segment of the step.
             result: The result of the step.
-            rate: The learning rate before the step.
+            rate: The learning rate before the step, if `reads_rate`.
 
         Returns:
             False if the run ends.

@@ -217,7 +217,9 @@ class TrainingLoop(BatchLoop[int]):
         report_progress: Progress,
         write_scalars: Callable[..., None],
     ) -> None:
-        super().__init__(trainer)
+        super().__init__(
+            trainer, bool(validated_run.settings.tensorboard or validated_run.job.callbacks)
+        )
         self.validated_run = validated_run
         self.folder = folder
         self.record = record
