@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -108,7 +109,7 @@ class Registering(torch.optim.SGD):
         super().__init__(parameters, lr=0.1)
         self.seen: list[tuple[object, object]] = []
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         if not self._optimizer_step_post_hooks:
             self.register_step_post_hook(lambda _, *given: self.seen.append(given))
         return super().step(closure)

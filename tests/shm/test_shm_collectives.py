@@ -180,7 +180,7 @@ def gathers(world: World) -> None:
     assert_same(second, torch.cat([make_values(rank, 3) for rank in ranks]))
 
 
-def numbers(world: World) -> None:
+def gather_numbers(world: World) -> None:
     """Numbers are gathered behind an open collective, alone, and in pieces."""
     for count in (0, 1, 5, LONG):
         everyone = [make_values(rank, count, dtype=torch.float64) for rank in range(world.size)]
@@ -194,7 +194,7 @@ def numbers(world: World) -> None:
         assert world.gather_numbers(mine) == gathered
 
 
-def direct_calls(world: World) -> None:
+def call_the_group(world: World) -> None:
     """The methods of World call the group directly, also behind an open collective."""
     ranks = range(world.size)
     everyone = [make_values(rank, 2 * world.size) for rank in ranks]
@@ -222,7 +222,7 @@ def direct_calls(world: World) -> None:
     assert_same(part, mine[2:4])
 
 
-def without_options(world: World) -> None:
+def leave_out_options(world: World) -> None:
     """Callers of the group itself may leave the options out."""
     taken = [torch.empty(3) for _ in range(world.size)]
     work = world.group.allgather([taken], [make_values(world.rank, 3)])
@@ -323,9 +323,9 @@ COLLECTIVES = (
     not_contiguous,
     same_bits,
     gathers,
-    numbers,
-    direct_calls,
-    without_options,
+    gather_numbers,
+    call_the_group,
+    leave_out_options,
     scatters,
     objects_and_groups,
 )

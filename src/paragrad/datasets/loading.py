@@ -316,7 +316,7 @@ class JointBatches:
         """Refuse a change of the dataset that torch has not counted.
 
         Raises:
-            StepFailed: Rows of the dataset are no more what was selected.
+            StepFailed: Rows of the dataset are no longer what was selected.
         """
         for tensor, copy in zip(self.tensors, self.copies, strict=True):
             rows = tensor.index_select(0, self.places)

@@ -18,12 +18,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from paragrad.datasets.loader_processes import load_batches
-from paragrad.datasets.loading import (
-    Samples,
-    convert_batch,
-    list_batch_tensors,
-    slice_batch,
-)
+from paragrad.datasets.loading import Samples, convert_batch, list_batch_tensors, slice_batch
 from paragrad.datasets.sample_order import SampleOrder
 from paragrad.datasets.sampler import Indices
 from paragrad.errors import StepFailed

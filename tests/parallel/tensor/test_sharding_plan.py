@@ -93,11 +93,12 @@ class TiedVocabulary(nn.Module):
         self.body = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.body(self.embedding(x)) @ self.embedding.weight.t()  # type: ignore[no-any-return]
+        values: Tensor = self.body(self.embedding(x))
+        return values @ self.embedding.weight.t()
 
 
 def test_a_small_last_layer_stays_whole() -> None:
-    """If it is divided, the ranks sum the gradient of its input, and exchange for the loss."""
+    """If it is divided, the ranks sum the gradient of its input, and exchange numbers for the loss."""
     plan = plan_sharding(make_deep_classifier(3), draw_numbers(2, 16, seed=1), 2)
     assert describe_divisions(plan)["4.weight"] == "whole(3, 512) (a small last layer)"
     assert list_transfers(plan) == ["2: summed"]
