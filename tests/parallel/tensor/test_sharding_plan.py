@@ -98,7 +98,7 @@ class TiedVocabulary(nn.Module):
 
 
 def test_a_small_last_layer_stays_whole() -> None:
-    """If it is divided, the ranks sum the gradient of its input, and exchange numbers for the loss."""
+    """If it is divided, ranks sum the gradient of its input and exchange losses."""
     plan = plan_sharding(make_deep_classifier(3), draw_numbers(2, 16, seed=1), 2)
     assert describe_divisions(plan)["4.weight"] == "whole(3, 512) (a small last layer)"
     assert list_transfers(plan) == ["2: summed"]
